@@ -1,0 +1,277 @@
+"""The Arrow stream of an answer, read so that rows land where they stay.
+
+``pyarrow`` would read each batch into memory of its own, and one (T, V) array would then need a copy. So this
+module reads the IPC framing itself (Arrow Columnar Format, "Serialization and Interprocess Communication") and
+receives every row directly into the next place of one array. Small columns are left to pyarrow.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from logitwire.errors import APIError, IncompleteStreamError
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+RESPONSE_KEY = b"logitwire.response"
+END_KEY = b"logitwire.end"
+ERROR_KEY = b"logitwire.error"
+
+CONTINUATION = 0xFFFFFFFF
+SCHEMA, RECORD_BATCH = 1, 3
+FIRST_CAPACITY = 64
+
+ReadInto = Callable[[memoryview], int]
+"""Fills some of a buffer and returns how much; 0 at the end of the stream."""
+
+
+@dataclass(slots=True)
+class Table:
+    """A received stream.
+
+    Attributes:
+        columns: The small columns, each as one list over all rows.
+        logits: (T, V) float16 or float32; ``None`` if the stream has no such column.
+        response: What the schema says of the answer.
+        end: The answer without rows.
+    """
+
+    columns: dict[str, list[Any]]
+    logits: NDArray[np.floating] | None
+    response: dict[str, Any]
+    end: dict[str, Any]
+
+
+def read_table(readinto: ReadInto, *, max_rows: int | None = None, request_id: str | None = None) -> Table:
+    """Receive a whole stream.
+
+    Args:
+        readinto: Where the bytes come from.
+        max_rows: How many rows may come, if that is known: their array is then never enlarged.
+        request_id: For errors.
+
+    Raises:
+        IncompleteStreamError: The stream ended before its end record, or its row count differs.
+        APIError: The server reported a failure in the stream.
+    """
+    messages = _messages(readinto)
+    first = next(messages, None)
+    if first is None or first.kind != SCHEMA:
+        raise IncompleteStreamError("the stream does not begin with a schema")
+    schema = pa.ipc.read_schema(pa.py_buffer(first.framed()))
+    response = msgspec.json.decode((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
+    has_logits = "logits" in schema.names
+    if has_logits and schema.names[-1] != "logits":
+        raise IncompleteStreamError("the logits are not the last column")
+    small = [each for each in schema if each.name != "logits"]
+    columns: dict[str, list[Any]] = {each.name: [] for each in small}
+    rows = _Rows(schema.field("logits").type, max_rows) if has_logits else None
+    end: dict[str, Any] | None = None
+    num_rows = 0
+    for message in messages:
+        if ERROR_KEY in message.custom_metadata:
+            envelope = msgspec.json.decode(message.custom_metadata[ERROR_KEY])
+            raise APIError(None, envelope.get("error", {}), request_id)
+        if END_KEY in message.custom_metadata:
+            end = msgspec.json.decode(message.custom_metadata[END_KEY])
+        num_rows += message.num_rows
+        for name, values in message.read_body(small, rows).items():
+            columns[name] += values
+    if end is None:
+        raise IncompleteStreamError(f"the stream ended after {num_rows} rows, without an end record")
+    if sum(end.get("rows", ())) != num_rows:
+        raise IncompleteStreamError(f"{num_rows} rows came, but the end record says {end.get('rows')}")
+    return Table(columns, None if rows is None else rows.view(), response, end)
+
+
+class _Rows:
+    """One growing (T, V) array that rows are received into."""
+
+    def __init__(self, kind: Any, max_rows: int | None) -> None:
+        dtype = np.dtype("<f2") if kind.value_type == pa.float16() else np.dtype("<f4")
+        self._width: int = kind.list_size
+        # Memory that no row reaches is never touched, so a large array costs nothing.
+        self._array = np.empty((max_rows or FIRST_CAPACITY, self._width), dtype)
+        self._num = 0
+
+    def next(self, num: int) -> memoryview:
+        """Return the memory of the next ``num`` rows."""
+        if self._num + num > len(self._array):
+            larger = np.empty((max(2 * len(self._array), self._num + num), self._width), self._array.dtype)
+            larger[: self._num] = self._array[: self._num]
+            self._array = larger
+        place = self._array[self._num : self._num + num]
+        self._num += num
+        return memoryview(place.reshape(-1).view(np.uint8))
+
+    def view(self) -> NDArray[np.floating]:
+        """Return the rows received, read-only."""
+        rows = self._array[: self._num]
+        rows.flags.writeable = False
+        return rows
+
+
+@dataclass(slots=True)
+class _Message:
+    """One IPC message whose body is still in the stream."""
+
+    metadata: bytes
+    kind: int
+    body_length: int
+    num_rows: int
+    nodes: list[tuple[int, int]]
+    buffers: list[tuple[int, int]]
+    is_compressed: bool
+    custom_metadata: dict[bytes, bytes]
+    fill: Callable[[memoryview], None]
+    is_read: bool = field(default=False)
+
+    def framed(self) -> bytes:
+        """Return the metadata with its frame, as pyarrow reads it."""
+        return struct.pack("<Ii", CONTINUATION, len(self.metadata)) + self.metadata
+
+    def read_body(self, small: list[pa.Field], rows: _Rows | None) -> dict[str, list[Any]]:
+        """Receive the body: rows into their array, the other columns into lists."""
+        self.is_read = True
+        if self.is_compressed:
+            raise IncompleteStreamError("compressed batches are not read here; do not ask for them")
+        has_rows = rows is not None and self.num_rows > 0
+        logits_at, logits_length = self.buffers[-1] if has_rows else (self.body_length, 0)
+        body = bytearray(logits_at)
+        self.fill(memoryview(body))
+        if rows is not None and has_rows:
+            self.fill(rows.next(self.num_rows))
+            self.fill(memoryview(bytearray(self.body_length - logits_at - logits_length)))
+        if not self.num_rows:
+            return {}
+        whole = pa.py_buffer(body)
+        buffers, nodes = iter(self.buffers), iter(self.nodes)
+        return {each.name: _array(each.type, whole, buffers, nodes).to_pylist() for each in small}
+
+
+def _array(
+    kind: pa.DataType,
+    body: pa.Buffer,
+    buffers: Iterator[tuple[int, int]],
+    nodes: Iterator[tuple[int, int]],
+) -> pa.Array:
+    """Return the next column of a body."""
+    length, null_count = next(nodes)
+    children = []
+    if pa.types.is_fixed_size_list(kind):
+        own = [next(buffers)]
+        children = [_array(kind.value_type, body, buffers, nodes)]
+    else:
+        own = [next(buffers) for _ in range(3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2)]
+    # The first buffer is the validity bitmap, which may be left out where nothing is null.
+    slices = [body.slice(at, size) if size or place else None for place, (at, size) in enumerate(own)]
+    return pa.Array.from_buffers(kind, length, slices, null_count, children=children)
+
+
+def _messages(readinto: ReadInto) -> Iterator[_Message]:
+    """Give out messages until the end-of-stream mark; each body must be read before the next."""
+
+    def fill(buffer: memoryview) -> None:
+        at = 0
+        while at < len(buffer):
+            got = readinto(buffer[at:])
+            if not got:
+                raise IncompleteStreamError("the stream broke off in the middle of a message")
+            at += got
+
+    while True:
+        frame = bytearray(8)
+        fill(memoryview(frame))
+        mark, length = struct.unpack("<Ii", frame)
+        if mark != CONTINUATION:
+            raise IncompleteStreamError("this is no Arrow stream")
+        if length == 0:
+            # Only a closing chunk behind the mark shows that the server got to its own end.
+            if readinto(memoryview(bytearray(1))):
+                raise IncompleteStreamError("there are bytes behind the end of the stream")
+            return
+        metadata = bytearray(length)
+        fill(memoryview(metadata))
+        message = _parse(bytes(metadata), fill)
+        yield message
+        if not message.is_read and message.body_length:
+            fill(memoryview(bytearray(message.body_length)))
+
+
+class _FlatTable:
+    """A table of a flatbuffer: fields by number, as FlatBuffers' "Internals" page describes them."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self._at = at
+        self._vtable = at - self._read("<i", at)
+        self._vtable_size = self._read("<H", self._vtable)
+
+    def _read(self, form: str, at: int) -> int:
+        value: int = struct.unpack_from(form, self._data, at)[0]
+        return value
+
+    def _field(self, number: int) -> int | None:
+        entry = 4 + 2 * number
+        offset = self._read("<H", self._vtable + entry) if entry < self._vtable_size else 0
+        return self._at + offset if offset else None
+
+    def integer(self, number: int, form: str) -> int:
+        """Return a number; 0 if it is left out."""
+        at = self._field(number)
+        return 0 if at is None else self._read(form, at)
+
+    def table(self, number: int) -> "_FlatTable | None":
+        """Return a nested table, if it is there."""
+        at = self._field(number)
+        return None if at is None else _FlatTable(self._data, at + self._read("<I", at))
+
+    def _vector(self, number: int) -> tuple[int, int]:
+        at = self._field(number)
+        if at is None:
+            return 0, 0
+        at += self._read("<I", at)
+        return at + 4, self._read("<I", at)
+
+    def pairs(self, number: int) -> list[tuple[int, int]]:
+        """Return a vector of structs of two int64."""
+        at, length = self._vector(number)
+        return [struct.unpack_from("<qq", self._data, at + 16 * place) for place in range(length)]
+
+    def tables(self, number: int) -> list["_FlatTable"]:
+        """Return a vector of tables."""
+        at, length = self._vector(number)
+        places = [at + 4 * place for place in range(length)]
+        return [_FlatTable(self._data, place + self._read("<I", place)) for place in places]
+
+    def string(self, number: int) -> bytes:
+        """Return a string."""
+        at, length = self._vector(number)
+        return self._data[at : at + length]
+
+
+def _parse(metadata: bytes, fill: Callable[[memoryview], None]) -> _Message:
+    """Return the parts of Arrow's ``Message`` and ``RecordBatch`` tables that reading needs."""
+    try:
+        message = _FlatTable(metadata, struct.unpack_from("<I", metadata)[0])
+        kind = message.integer(1, "<B")
+        batch = message.table(2) if kind == RECORD_BATCH else None
+        return _Message(
+            metadata=metadata,
+            kind=kind,
+            body_length=message.integer(3, "<q"),
+            num_rows=0 if batch is None else batch.integer(0, "<q"),
+            nodes=[] if batch is None else batch.pairs(1),
+            buffers=[] if batch is None else batch.pairs(2),
+            is_compressed=batch is not None and batch.table(3) is not None,
+            custom_metadata={each.string(0): each.string(1) for each in message.tables(4)},
+            fill=fill,
+        )
+    except struct.error as error:
+        raise IncompleteStreamError("a message of the stream cannot be read") from error

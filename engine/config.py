@@ -1,0 +1,46 @@
+"""Every knob of the engine, checked once at construction."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What to load and how much to run at once. The service fills it from its settings."""
+
+    model_name: str = ""
+    """Checkpoint name or folder; empty is the embedded model, ``scripted`` a fake one."""
+    dtype: str = "auto"
+    device_map: str = "auto"
+    attn_implementation: str = "sdpa"
+    quantization: str = ""
+    """Empty, ``4bit`` or ``8bit``."""
+    trust_remote_code: bool = False
+    cache_dir: Path = Path("~/.cache/logitwire")
+    """Where the embedded model is kept in converted form."""
+    max_model_len: int = 0
+    """Tokens; 0 takes the model's own limit."""
+    max_batch_size: int = 16
+    """Sequences that run at once."""
+    max_queue: int = 256
+    """Requests that wait at most."""
+    outbox_bytes: int = 32 * 2**20
+    """Bytes of rows that one request may have undelivered before it pauses."""
+    stall_timeout_s: float = 60.0
+    """Seconds for which a full outbox may stay full."""
+    threads: int = 0
+    """Threads of a forward pass on the CPU; 0 leaves torch's own choice."""
+    script: str = "Hello from the scripted model."
+    """What the scripted model says."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that could never work.
+
+        Raises:
+            ValueError: A size is below its least useful value.
+        """
+        for name in ("max_batch_size", "max_queue", "outbox_bytes", "stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+        if self.max_model_len < 0 or self.threads < 0:
+            raise ValueError("max_model_len and threads must not be negative")

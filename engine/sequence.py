@@ -1,0 +1,50 @@
+"""One prompt and its completion inside the engine: state of the worker thread, never shared."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.outbox import Outbox
+from engine.stopping import StopChecker
+from engine.types import GenerationRequest, Timings
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way, with its own generator and stop state.
+
+    Attributes:
+        sequence_id: Names the KV cache in the runner.
+        completion_token_ids: Ids generated so far.
+        paused_since: When its outbox was first found full; ``None`` while it has room.
+    """
+
+    sequence_id: int
+    request: GenerationRequest
+    outbox: Outbox
+    stop_checker: StopChecker
+    generator: torch.Generator
+    submitted_at: float
+    completion_token_ids: list[int]
+    admitted_at: float = 0.0
+    prefilled_at: float = 0.0
+    max_batch_size: int = 0
+    paused_since: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion so far."""
+        return [*self.request.prompt_token_ids, *self.completion_token_ids]
+
+    def timings(self) -> Timings:
+        """Return where the time went, up to now."""
+        now = time.perf_counter()
+        admitted = self.admitted_at or now
+        prefilled = self.prefilled_at or now
+        return Timings(
+            queue_s=admitted - self.submitted_at,
+            prefill_s=prefilled - admitted,
+            decode_s=now - prefilled,
+            batch_size=self.max_batch_size,
+        )

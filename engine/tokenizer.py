@@ -1,0 +1,162 @@
+"""Text to ids and back, for one checkpoint: chat template, encode, decode, bytes of a token.
+
+The only file that calls a Transformers tokenizer. It may be used from several threads at once.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from engine.detokenizer import Detokenizer
+from engine.errors import InvalidRequestError
+
+
+@lru_cache(1)
+def byte_alphabet() -> Mapping[str, int]:
+    """Return the inverse of GPT-2's table from bytes to printable characters.
+
+    Source: Radford et al. (2019), "Language Models are Unsupervised Multitask Learners", its byte-level BPE:
+    printable Latin-1 bytes stand for themselves, the other ones for the characters from 256 upwards.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(256 + place): byte for place, byte in enumerate(others)}
+    return table
+
+
+class Tokenizer:
+    """A Transformers tokenizer with the few calls that the server needs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        vocab = tokenizer.get_vocab()
+        self.vocab_size = max(vocab.values()) + 1
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        added = tokenizer.added_tokens_decoder
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._special_set = frozenset(self._special_ids.values())
+        decoder = "" if self._backend is None else self._backend.to_str()
+        kinds = _decoder_kinds(json.loads(decoder).get("decoder")) if decoder else set()
+        self._is_byte_level = "ByteLevel" in kinds
+        self._is_byte_fallback = "ByteFallback" in kinds or bool(kinds & {"Metaspace"})
+
+    # Text to ids.
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that carries its own special tokens, such as a rendered chat."""
+        if self._backend is not None:
+            # Not through the outer class: it sets truncation on the shared backend at every call, and a
+            # decode on the worker thread at that moment would fail.
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return ids
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render messages by the checkpoint's own chat template, and encode the result.
+
+        The role ``developer`` is rendered as ``system`` where the template does not know it.
+
+        Raises:
+            InvalidRequestError: There is no template, or it refuses these messages.
+        """
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise InvalidRequestError("the model has no chat template; use a completion", "messages")
+        if "developer" not in str(template):
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
+        try:
+            with self._lock:
+                text = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(template_kwargs or {}),
+                )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
+        return self.encode(str(text))
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that is spelt exactly so, if there is one."""
+        return self._special_ids.get(text)
+
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token marks structure, such as the end of a turn, and is no text."""
+        return token_id in self._special_set
+
+    # Ids to text.
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, with no clean-up of spaces; broken UTF-8 becomes U+FFFD."""
+        if self._backend is not None:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return text
+        with self._lock:
+            return str(
+                self._tokenizer.decode(
+                    list(token_ids),
+                    skip_special_tokens=skip_special_tokens,
+                    clean_up_tokenization_spaces=False,
+                )
+            )
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """Return a fresh incremental decoder."""
+        return Detokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the token's own UTF-8 bytes, which may be a fragment of a character.
+
+        Ids without a token, such as padding rows of the head, have none.
+        """
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+        if not isinstance(piece, str):
+            return b""
+        if self._is_byte_level:
+            table = byte_alphabet()
+            if all(character in table for character in piece):
+                return bytes(table[character] for character in piece)
+        if self._is_byte_fallback:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            return piece.replace("\u2581", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """Return the token's bytes as text, with U+FFFD where they are no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
+    """Return the types of a backend's decoder and of those nested in it."""
+    if decoder is None:
+        return set()
+    kinds = {str(decoder.get("type"))}
+    for inner in decoder.get("decoders", ()):
+        kinds |= _decoder_kinds(inner)
+    return kinds

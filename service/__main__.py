@@ -1,0 +1,44 @@
+"""Read the settings, build the engine and the app, and serve: ``python -m service``."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+import msgspec
+
+from engine.engine import Engine
+from engine.loading import load
+from service import __version__
+from service.server import run
+from service.settings import SettingsError, load_settings, near_misses, settings_table
+from service.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m service",
+        description="OpenAI-compatible LLM server that returns every logit. Settings come from the environment:",
+        epilog=settings_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.parse_args(argv)
+    try:
+        settings = load_settings(os.environ)
+    except SettingsError as error:
+        print(f"logitwire: {error}", file=sys.stderr)
+        return 2
+    configure_logging(settings.log_level, settings.log_format)
+    for variable, setting in near_misses(os.environ):
+        logger.warning("unknown variable looks like a setting", extra={"variable": variable, "setting": setting})
+    logger.info("settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()})
+    return asyncio.run(run(settings, Engine(settings.engine_config(), load)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

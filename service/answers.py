@@ -1,0 +1,191 @@
+"""Writers of an answer: they submit, follow the events, and send JSON or an Arrow stream.
+
+Each is an ASGI application of its own, since only that sees a client leave and can abort a connection.
+Whatever ends it, the request leaves the engine.
+"""
+
+import asyncio
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+from litestar.types import Receive, Scope, Send
+from msgspec import structs
+from numpy.typing import NDArray
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.outbox import Outbox
+from engine.types import Finish, GenerationRequest
+from schemas.arrow import MEDIA_TYPE
+from schemas.logits import LogitsBlock, LogitsEncoding
+from service import telemetry
+from service.arrow import RowWriter
+from service.convert import ChatAnswer, Plan
+from service.errors import encode_error
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationAnswer(ABC):
+    """Runs one generation for one connection."""
+
+    keeps_rows: ClassVar[bool]
+
+    def __init__(self, engine: Engine, plan: Plan, request: GenerationRequest) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._request = request
+        self._answer = ChatAnswer(plan, engine.tokenizer, keeps_rows=self.keeps_rows)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the connection until the answer is out or the client has left.
+
+        Raises:
+            EngineError: The request failed before the first byte; the app answers it with its status.
+        """
+        outbox = self._engine.submit(self._request)
+        writing = asyncio.ensure_future(self._write(outbox, send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+            else:
+                telemetry.note(scope, outcome="client_left")
+        finally:
+            # Here and not in the writer, since a writer that never started would clean up nothing.
+            self._engine.cancel(self._request.request_id)
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+            self._note(scope)
+
+    @abstractmethod
+    async def _write(self, outbox: Outbox, send: Send) -> None:
+        """Send the whole answer."""
+
+    async def _follow(self, outbox: Outbox) -> AsyncIterator[list[object]]:
+        """Give out events as they come, until the last one."""
+        while self._answer.finish is None:
+            events = await outbox.take()
+            self._answer.add(events)
+            yield list(events)
+
+    def _note(self, scope: Scope) -> None:
+        finish = self._answer.finish
+        telemetry.note(
+            scope,
+            prompt_tokens=len(self._plan.prompt_token_ids),
+            completion_tokens=len(self._answer.token_ids),
+        )
+        if isinstance(finish, Finish):
+            telemetry.note(
+                scope,
+                finish_reason=finish.reason.value,
+                queue_s=round(finish.timings.queue_s, 6),
+                prefill_s=round(finish.timings.prefill_s, 6),
+                decode_s=round(finish.timings.decode_s, 6),
+                batch_size=finish.timings.batch_size,
+            )
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return once the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class JsonAnswer(GenerationAnswer):
+    """One JSON body, once everything is generated."""
+
+    keeps_rows = True
+
+    async def _write(self, outbox: Outbox, send: Send) -> None:
+        async for _ in self._follow(outbox):
+            pass
+        completion = self._answer.completion()
+        if not self._plan.wants_rows:
+            body = msgspec.json.encode(completion)
+            await _start(send, b"application/json", (b"content-length", str(len(body)).encode()))
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+            return
+        # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
+        # and never exist as text all at once.
+        mark = f'"{uuid.uuid4().hex}"'.encode()
+        block = LogitsBlock(
+            encoding=self._plan.encoding,
+            dtype="float16" if self._plan.encoding == "b64_fp16" else "float32",
+            shape=(len(self._answer.rows), self._plan.info.vocab_size),
+            data=msgspec.Raw(mark),
+        )
+        choices = [structs.replace(completion.choices[0], logits=block)]
+        head, _, tail = msgspec.json.encode(structs.replace(completion, choices=choices)).partition(mark)
+        await _start(send, b"application/json")
+        await _send(send, head + b"[")
+        for piece in _encoded_rows(self._answer.rows, self._plan.encoding):
+            await _send(send, piece)
+            # A send to a fast reader does not suspend, and others want the loop too.
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"]" + tail, "more_body": False})
+
+
+def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
+    """Return each row as JSON, with the comma before it."""
+    for place, row in enumerate(rows):
+        comma = b"," if place else b""
+        value = row.tolist() if encoding == "json" else memoryview(row).cast("B")
+        yield comma + msgspec.json.encode(value)
+
+
+class ArrowAnswer(GenerationAnswer):
+    """An Arrow IPC stream; every batch leaves as soon as its tokens are there."""
+
+    keeps_rows = False
+
+    async def _write(self, outbox: Outbox, send: Send) -> None:
+        writer = RowWriter(self._plan, self._engine.tokenizer)
+        has_started = False
+        try:
+            async for events in self._follow(outbox):
+                if not has_started:
+                    # Not earlier: until the first row is there, a failure still has its own status.
+                    await _start(send, MEDIA_TYPE.encode(), *STREAM_HEADERS)
+                    has_started = True
+                for piece in writer.write(events):  # type: ignore[arg-type]
+                    await _send(send, piece)
+        except EngineError as error:
+            if not has_started:
+                raise
+            logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
+            for piece in writer.fail(encode_error(error)):
+                await _send(send, piece)
+            # An answer that returns without its last chunk makes the server abort the connection, so no
+            # client takes the rows that it has for all there are.
+            return
+        for piece in writer.end(self._answer.completion(num_rows=[writer.num_rows])):
+            await _send(send, piece)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+Header = tuple[bytes, bytes]
+
+STREAM_HEADERS: tuple[Header, ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+async def _start(send: Send, media_type: bytes, *headers: Header) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-type", media_type), (b"vary", b"accept"), *headers],
+        }
+    )
+
+
+async def _send(send: Send, piece: bytes | memoryview) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})  # type: ignore[typeddict-item]

@@ -1,0 +1,45 @@
+"""The composition root: every route, handler and dependency is registered here."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from litestar import Litestar
+from litestar.di import Provide
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.types import ASGIApp
+
+from engine.engine import Engine
+from service import __version__
+from service.errors import handle
+from service.routes.chat import create_chat_completion
+from service.routes.health import health, ready, version
+from service.routes.models import list_models, retrieve_model
+from service.settings import Settings
+from service.telemetry import RequestLog
+
+
+def create_app(settings: Settings, engine: Engine) -> ASGIApp:
+    """Return the application. It starts the engine's loading when it starts, and stops it when it stops."""
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    app = Litestar(
+        route_handlers=[create_chat_completion, list_models, retrieve_model, health, ready, version],
+        dependencies={
+            "engine": Provide(lambda: engine, sync_to_thread=False),
+            "settings": Provide(lambda: settings, sync_to_thread=False),
+        },
+        exception_handlers={Exception: handle},
+        lifespan=[lifespan],
+        logging_config=None,
+        request_max_body_size=settings.max_body_bytes,
+        openapi_config=OpenAPIConfig(
+            title="logitwire", version=__version__, path="/schema", render_plugins=[JsonRenderPlugin(path="/")]
+        ),
+    )
+    return RequestLog(app)

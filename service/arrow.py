@@ -1,0 +1,135 @@
+"""Rows to an Arrow IPC stream, without copying them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from engine.tokenizer import Tokenizer
+from engine.types import Finish, TokenEvent
+from schemas.arrow import END_KEY, ERROR_KEY, row_schema
+from schemas.chat import ChatCompletion
+from service.convert import Plan
+
+Piece = bytes | pa.Buffer
+
+
+class _Sink:
+    """A file that keeps what is written as it came: small parts as bytes, column buffers uncopied."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+
+    def write(self, data: Piece) -> int:
+        self._pieces.append(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def drain(self) -> list[memoryview]:
+        """Return what was written since the last call, small neighbours joined."""
+        joined: list[memoryview] = []
+        small: list[Piece] = []
+        for piece in self._pieces:
+            if len(piece) < 4096:
+                small.append(piece)
+                continue
+            joined += [memoryview(b"".join(small)), memoryview(piece).cast("B")]
+            small.clear()
+        self._pieces.clear()
+        if small:
+            joined.append(memoryview(b"".join(small)))
+        return [piece for piece in joined if len(piece)]
+
+
+class RowWriter:
+    """Writes the batches of one answer. Each call returns the bytes to send, in pieces.
+
+    A piece may be the memory of a row itself, so the row must not change any more.
+    """
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        response = msgspec.json.encode(
+            {
+                "id": plan.id,
+                "object": "chat.completion",
+                "created": plan.created,
+                "model": plan.model,
+                "metadata": plan.metadata(),
+            }
+        )
+        self._tokenizer = tokenizer
+        self._dtype = plan.row_dtype
+        self._schema = row_schema(plan.info.vocab_size, plan.row_dtype, response)
+        self._sink = _Sink()
+        # The writer holds on to the wrapper, and closes its file when it is dropped.
+        self._file: Any = pa.PythonFile(self._sink, mode="w")
+        options = pa.ipc.IpcWriteOptions(compression=plan.arrow_compression)
+        self._writer = pa.ipc.new_stream(self._file, self._schema, options=options)
+        self.num_rows = 0
+
+    def write(self, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
+        """Write the tokens among the events as one batch; the first call also writes the schema."""
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        if tokens:
+            finish = events[-1].reason.value if isinstance(events[-1], Finish) else None
+            self._writer.write_batch(self._batch(tokens, finish))
+            self.num_rows += len(tokens)
+        return self._sink.drain()
+
+    def end(self, completion: ChatCompletion) -> list[memoryview]:
+        """Write the end record and the end-of-stream mark."""
+        self._write_record(END_KEY, msgspec.json.encode(completion))
+        self._writer.close()
+        return self._sink.drain()
+
+    def fail(self, envelope: bytes) -> list[memoryview]:
+        """Write the error record, and no end-of-stream mark: the caller must abort the connection."""
+        self._write_record(ERROR_KEY, envelope)
+        return self._sink.drain()
+
+    def _write_record(self, key: bytes, value: bytes) -> None:
+        empty = pa.RecordBatch.from_pylist([], schema=self._schema)
+        self._writer.write_batch(empty, custom_metadata={key: value})
+
+    def _batch(self, tokens: Sequence[TokenEvent], finish_reason: str | None) -> pa.RecordBatch:
+        """Return one batch; its rows are the engine's own memory where there is one token."""
+        num = len(tokens)
+        ids = [event.token_id for event in tokens]
+        columns = [
+            pa.array([0] * num, pa.int32()),
+            pa.array(range(self.num_rows, self.num_rows + num), pa.int32()),
+            pa.array(["special" if self._tokenizer.is_special(each) else "content" for each in ids], pa.utf8()),
+            pa.array(ids, pa.int32()),
+            pa.array([self._tokenizer.token_text(each) for each in ids], pa.utf8()),
+            pa.array([self._tokenizer.token_bytes(each) for each in ids], pa.binary()),
+            pa.array([event.logprob for event in tokens], pa.float32()),
+            pa.array([*[None] * (num - 1), finish_reason], pa.utf8()),
+        ]
+        if self._dtype is not None:
+            columns.append(self._rows([event.row for event in tokens if event.row is not None]))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _rows(self, rows: Sequence[NDArray[np.floating]]) -> pa.Array:
+        values = rows[0] if len(rows) == 1 else np.concatenate(rows)  # (k * V,)
+        kind = self._schema.field("logits").type
+        flat = pa.Array.from_buffers(kind.value_type, values.size, [None, pa.py_buffer(values)])
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)

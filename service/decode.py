@@ -1,0 +1,96 @@
+"""Request bodies to structs, by the wire's own rules on JSON, nulls, numbers and names."""
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from schemas.base import WireRequest
+from service.errors import Problem, ProblemsError, ServiceError, echo
+
+T = TypeVar("T", bound=WireRequest)
+
+_PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
+
+
+def check_content_type(content_type: str | None) -> None:
+    """Refuse bodies that say that they are no JSON in UTF-8. No type at all is taken as JSON.
+
+    Raises:
+        ServiceError: ``unsupported_media_type``.
+    """
+    media_type, _, parameters = (content_type or "").partition(";")
+    if media_type.strip().lower() not in ("", "application/json"):
+        raise ServiceError("unsupported_media_type", f"send application/json, not {echo(media_type.strip())}")
+    charset = re.search(r"charset=\"?([^\s;\"]+)", parameters, re.IGNORECASE)
+    if charset and charset[1].lower() not in ("utf-8", "utf8"):
+        raise ServiceError("unsupported_media_type", f"send UTF-8, not {echo(charset[1])}")
+
+
+def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
+    """Return the struct that a body states.
+
+    ``null`` means absent. ``5.0`` is a valid int and ``1`` a valid float; strings and booleans are no numbers.
+
+    Raises:
+        ProblemsError: With every problem found: one per field at most, unknown names included.
+    """
+    raw = _parse(body)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in raw.items():
+        field = fields.get(name)
+        if field is None:
+            if not ignore_unknown:
+                problems.append(_unknown(name, fields))
+            continue
+        if value is None:
+            continue
+        try:
+            values[field.name] = msgspec.convert(_integral(value), field.type)
+        except msgspec.ValidationError as error:
+            problems.append(_invalid(name, error))
+    for name, field in fields.items():
+        if field.required and raw.get(name) is None:
+            problems.append(Problem("invalid_value", "this field is required", name))
+    if problems:
+        raise ProblemsError(problems)
+    return kind(**values)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProblemsError([Problem("malformed_json", f"the body is not valid JSON: {error}")]) from error
+    except RecursionError as error:
+        raise ProblemsError([Problem("malformed_json", "the body is nested too deeply")]) from error
+    if not isinstance(raw, dict):
+        raise ProblemsError([Problem("invalid_value", "the body must be a JSON object")])
+    return raw
+
+
+def _integral(value: Any) -> Any:
+    """Return whole floats as ints, also in a list; msgspec takes an int for a float, but not a float for an int."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [int(each) if isinstance(each, float) and each.is_integer() else each for each in value]
+    return value
+
+
+def _unknown(name: str, fields: dict[str, Any]) -> Problem:
+    nearest = difflib.get_close_matches(name, fields, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return Problem("unknown_parameter", f"unknown field{hint}", echo(name))
+
+
+def _invalid(name: str, error: msgspec.ValidationError) -> Problem:
+    message = str(error)
+    path = ""
+    if found := _PATH.search(message):
+        path, message = found["path"], message[: found.start()]
+    return Problem("invalid_value", echo(message), name + path)
+

@@ -1,0 +1,1 @@
+"""Handlers, one file per endpoint: decode, check, convert, submit, write."""

@@ -1,0 +1,42 @@
+"""``GET /health``, ``/ready`` and ``/version``."""
+
+import importlib.metadata
+import platform
+
+from litestar import get
+
+from engine.engine import Engine
+from schemas.health import Health, Readiness, Version
+from service import __version__
+
+
+@get("/health", operation_id="health")
+async def health() -> Health:
+    """Tell that the process answers; says nothing of the model."""
+    return Health()
+
+
+@get("/ready", operation_id="ready")
+async def ready(engine: Engine) -> Readiness:
+    """Tell that the model is loaded and the last step succeeded; 503 with the reason otherwise."""
+    engine.check_ready()
+    if engine.last_failure is not None:
+        raise engine.last_failure
+    return Readiness(
+        status="ready",
+        model=engine.info.name,
+        path=engine.info.path,
+        running=engine.num_requests - engine.num_waiting,
+        waiting=engine.num_waiting,
+    )
+
+
+@get("/version", operation_id="version")
+async def version() -> Version:
+    """State the versions of everything that shapes logits."""
+    libraries = ("torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow")
+    return Version(
+        logitwire=__version__,
+        python=platform.python_version(),
+        **{library: importlib.metadata.version(library) for library in libraries},
+    )

@@ -1,0 +1,96 @@
+"""uvicorn, with a drain before it stops: no new work, what runs may finish, and exit code 0."""
+
+import asyncio
+import logging
+from types import FrameType
+
+import uvicorn
+
+from engine.engine import Engine
+from engine.errors import LoadError
+from service.app import create_app
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 5
+"""Seconds for failed answers to reach their clients at the end."""
+
+
+class DrainingServer(uvicorn.Server):
+    """Serves until a signal, then drains the engine while it still answers, with 503 for new work."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_timeout_s = drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Serve; returns after the drain."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)  # type: ignore[arg-type]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the drain at the first signal; stop at once at the second."""
+        # uvicorn would raise the signal again at its end, and the exit code would not be 0.
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        logger.info("draining", extra={"requests": self._engine.num_requests})
+        await self._engine.drain(self._drain_timeout_s)
+        # What is left fails here, and its answers say so before the connections close.
+        await self._engine.stop()
+        self.should_exit = True
+
+
+async def run(settings: Settings, engine: Engine) -> int:
+    """Serve until a signal; return the exit code."""
+    config = uvicorn.Config(
+        create_app(settings, engine),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=FAREWELL_S,
+    )
+    server = DrainingServer(config, engine, settings.drain_timeout)
+    serving = asyncio.ensure_future(server.serve())
+    loading = asyncio.ensure_future(engine.wait_ready())
+    await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if loading.done():
+        try:
+            loading.result()
+        except LoadError as error:
+            logger.error("giving up", extra={"failure": str(error)})
+            server.should_exit = True
+            code = 1
+        else:
+            host, port = server.servers[0].sockets[0].getsockname()[:2]
+            _announce(f"http://{host}:{port}", settings.served_model_name or engine.info.name)
+    else:
+        loading.cancel()
+    await serving
+    return code
+
+
+def _announce(address: str, model: str) -> None:
+    """Print where the server is, and one line that shows it at work."""
+    print(
+        f"\nlogitwire serves {model} at {address}\n\nTry it:\n\n"
+        f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' -d "
+        """'{"messages": [{"role": "user", "content": "Say hi in three words."}], "max_tokens": 8, """
+        """"temperature": 0, "return_logprobs": true}'\n""",
+        flush=True,
+    )

@@ -1,0 +1,149 @@
+"""Settings from the environment, checked once at start. A default is written here or in EngineConfig, once."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from engine.config import EngineConfig
+
+
+class SettingsError(ValueError):
+    """A setting has a value that it cannot have; the message names it."""
+
+
+def _doc(text: str, **limits: float) -> Meta:
+    return Meta(description=text, **limits)  # type: ignore[arg-type]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings. Each is read from the variable of its name in upper case."""
+
+    model_name: Annotated[
+        str,
+        _doc("Checkpoint on the hub or folder; empty is the embedded SmolLM2, `scripted` a fake model"),
+    ] = EngineConfig.model_name
+    served_model_name: Annotated[str, _doc("Name in the API; empty takes the checkpoint's")] = ""
+    host: Annotated[str, _doc("Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("Port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], _doc("Of the weights; `auto` is the checkpoint's")
+    ] = "auto"
+    device_map: Annotated[str, _doc("Where Accelerate puts the layers: `auto`, `cpu`, `cuda:0`, …")] = (
+        EngineConfig.device_map
+    )
+    attn_implementation: Annotated[str, _doc("`sdpa`, `eager` or another one that Transformers knows")] = (
+        EngineConfig.attn_implementation
+    )
+    quantization: Annotated[Literal["", "4bit", "8bit"], _doc("By bitsandbytes; needs the extra `quant`")] = ""
+    trust_remote_code: Annotated[bool, _doc("Run code that a checkpoint brings")] = (
+        EngineConfig.trust_remote_code
+    )
+    cache_dir: Annotated[Path, _doc("Where the embedded model is kept in converted form")] = (
+        EngineConfig.cache_dir
+    )
+    threads: Annotated[int, _doc("CPU threads of a forward pass; 0 leaves torch's choice", ge=0)] = (
+        EngineConfig.threads
+    )
+    max_model_len: Annotated[int, _doc("Context in tokens; 0 takes the model's own", ge=0)] = (
+        EngineConfig.max_model_len
+    )
+    max_batch_size: Annotated[int, _doc("Sequences that run at once", ge=1)] = EngineConfig.max_batch_size
+    max_queue: Annotated[int, _doc("Requests that wait at most; more are refused with 503", ge=1)] = (
+        EngineConfig.max_queue
+    )
+    max_logit_tokens: Annotated[int, _doc("Rows of logits that one request may ask for", ge=1)] = 4096
+    max_answer_bytes: Annotated[
+        int, _doc("Bytes of rows that one JSON answer may hold; Arrow streams instead", ge=1)
+    ] = 2**30
+    outbox_bytes: Annotated[
+        int, _doc("Bytes of rows that a request may have unread before it pauses", ge=1)
+    ] = EngineConfig.outbox_bytes
+    stall_timeout: Annotated[
+        float, _doc("Seconds for which a reader may stall before its request is given up", gt=0)
+    ] = EngineConfig.stall_timeout_s
+    drain_timeout: Annotated[
+        float, _doc("Seconds that running requests get to finish after SIGTERM", ge=0)
+    ] = 30.0
+    max_body_bytes: Annotated[int, _doc("Size of a request body at most", ge=1)] = 16 * 2**20
+    unknown_fields: Annotated[
+        Literal["error", "ignore"], _doc("What happens to request fields that nobody knows")
+    ] = "error"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least level that is logged")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["json", "text"], _doc("One JSON object or one readable line per event")] = (
+        "json"
+    )
+    script: Annotated[str, _doc("What the scripted model says")] = EngineConfig.script
+
+    def engine_config(self) -> EngineConfig:
+        """Return the engine's share."""
+        return EngineConfig(
+            model_name=self.model_name,
+            dtype=self.dtype,
+            device_map=self.device_map,
+            attn_implementation=self.attn_implementation,
+            quantization=self.quantization,
+            trust_remote_code=self.trust_remote_code,
+            cache_dir=self.cache_dir,
+            max_model_len=self.max_model_len,
+            max_batch_size=self.max_batch_size,
+            max_queue=self.max_queue,
+            outbox_bytes=self.outbox_bytes,
+            stall_timeout_s=self.stall_timeout,
+            threads=self.threads,
+            script=self.script,
+        )
+
+
+def load_settings(environ: Mapping[str, str]) -> Settings:
+    """Return the settings that an environment states. A variable that is set but empty counts as unset.
+
+    Raises:
+        SettingsError: A value is of the wrong type, out of range or not one of those allowed.
+    """
+    values: dict[str, object] = {}
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        variable = name.upper()
+        if not (value := environ.get(variable, "")):
+            continue
+        try:
+            values[name] = msgspec.convert(value, hint, strict=False, dec_hook=_to_path)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"{variable}={value!r}: {error}") from error
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _to_path(kind: type, value: object) -> object:
+    assert kind is Path
+    return Path(str(value))
+
+
+def near_misses(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return variables that look like a misspelt setting, each with the setting it resembles."""
+    names = [name.upper() for name in get_type_hints(Settings)]
+    found = []
+    for variable in environ:
+        close = difflib.get_close_matches(variable, names, n=1, cutoff=0.9)
+        if close and variable not in names:
+            found.append((variable, close[0]))
+    return found
+
+
+def settings_table() -> str:
+    """Return the table of settings in Markdown, as the README and ``--help`` print it."""
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
+    defaults = Settings()
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        kind, meta = get_args(hint)
+        default = getattr(defaults, name)
+        shown = f"`{str(default).lower() if isinstance(default, bool) else default}`" if default != "" else "empty"
+        choices = ""
+        if get_args(kind):
+            choices = " (" + ", ".join(f"`{choice}`" for choice in get_args(kind) if choice) + ")"
+        lines.append(f"| `{name.upper()}` | {shown} | {meta.description}{choices} |")
+    return "\n".join(lines)
