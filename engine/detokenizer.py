@@ -10,8 +10,8 @@ class Detokenizer:
 
     A piece is given out once the ids behind it cannot change it any more. Each id is decoded together with
     those before it, since tokenizers add or drop spaces at the start of a text, and half characters decode
-    to U+FFFD until their rest arrives. The window method is the one of Hugging Face's text-generation-inference:
-    ``decode(ids[start:])`` less ``decode(ids[start:known])``.
+    to U+FFFD until their rest arrives. The window method is the one of Hugging Face's
+    text-generation-inference: ``decode(ids[start:])`` less ``decode(ids[start:known])``.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

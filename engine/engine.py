@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.errors import (
@@ -94,7 +95,9 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("requests were left at the end of the drain", extra={"requests": len(self._outboxes)})
+            logger.warning(
+                "requests were left at the end of the drain", extra={"requests": len(self._outboxes)}
+            )
 
     async def stop(self) -> None:
         """End the worker; requests that are left fail."""
@@ -205,20 +208,20 @@ class Engine:
             model, info = self._load(self.config)
         except LoadError as error:
             logger.error("loading failed", exc_info=error.__cause__, extra={"failure": str(error)})
-            self._on_loop(lambda: self._loaded(None, None, error))
+            self._on_loop(partial(self._loaded, None, None, error))
             return
         except BaseException as error:
             failure = LoadError(f"loading failed with {type(error).__name__}: {error}")
-            self._on_loop(lambda: self._loaded(None, None, failure))
+            self._on_loop(partial(self._loaded, None, None, failure))
             raise
-        self._on_loop(lambda: self._loaded(info, model.tokenizer, None))
+        self._on_loop(partial(self._loaded, info, model.tokenizer, None))
         worker = Worker(self.config, model, self._inbox, self._on_loop, self._stepped)
         try:
             worker.run()
         except BaseException as error:
             logger.critical("the worker died", exc_info=error)
             dead = EngineDeadError(f"the worker died of {type(error).__name__}")
-            self._on_loop(lambda: self._died(dead))
+            self._on_loop(partial(self._died, dead))
 
     def _on_loop(self, function: Callable[[], None]) -> None:
         assert self._loop is not None

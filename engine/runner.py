@@ -67,14 +67,14 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
     def _forward(self, sequence_id: int, token_ids: Sequence[int]) -> Tensor:
         input_ids = torch.tensor([list(token_ids)], device=self.device)  # (1, T)
-        output = self._model(
-            input_ids=input_ids,
-            use_cache=True,
-            **{self._cache_name: self._caches[sequence_id]},
-            **self._last_only,
-        )
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=input_ids,
+                use_cache=True,
+                **{self._cache_name: self._caches[sequence_id]},
+                **self._last_only,
+            )
         row: Tensor = output.logits[0, -1]  # (V,)
         return row

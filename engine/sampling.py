@@ -65,7 +65,8 @@ def sample(
     """Choose the next token of every row of one group.
 
     Args:
-        logits: (B, V), any float dtype, on device. Raw; row b predicts the next token of row b. Not written to.
+        logits: (B, V), any float dtype, on device. Raw; row b predicts the next token of row b. Never
+            written to.
         params: The settings that all rows of the group share.
         token_ids: Prompt and completion of each row so far; the repetition penalty looks at them.
         generators: One per row, on the rows' device; greedy rows do not consume theirs.
@@ -90,8 +91,7 @@ def sample(
     processed = _processors(params)(None, processed)
     probs = torch.softmax(processed, dim=-1)  # (B, num_ids)
     return [
-        int(torch.multinomial(probs[row], 1, generator=generator))
-        for row, generator in enumerate(generators)
+        int(torch.multinomial(probs[row], 1, generator=generator)) for row, generator in enumerate(generators)
     ]
 
 

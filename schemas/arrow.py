@@ -1,7 +1,5 @@
 """The Arrow schema of a logits answer. The client states its own; a contract test holds the two together."""
 
-from typing import Literal
-
 import pyarrow as pa
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
@@ -16,12 +14,12 @@ ERROR_KEY = b"logitwire.error"
 """Custom metadata of the last, empty batch of a failed stream: the error envelope, as JSON."""
 
 
-def row_schema(vocab_size: int, dtype: Literal["float16", "float32"] | None, response: bytes) -> pa.Schema:
+def row_schema(vocab_size: int, dtype: str | None, response: bytes) -> pa.Schema:
     """Return the schema of one answer.
 
     Args:
         vocab_size: V, the fixed length of a ``logits`` value.
-        dtype: Of the ``logits`` column; ``None`` leaves the column out.
+        dtype: ``float16`` or ``float32``, of the ``logits`` column; ``None`` leaves the column out.
         response: The value under :data:`RESPONSE_KEY`.
 
     Returns:

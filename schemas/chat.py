@@ -37,7 +37,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
-class ChatRequest(WireRequest):
+class ChatRequest(WireRequest, frozen=True, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -101,7 +101,7 @@ class ChatRequest(WireRequest):
     prompt_cache_key: str | None = None
 
 
-class TopLogprob(WireResponse):
+class TopLogprob(WireResponse, frozen=True, kw_only=True):
     """One alternative of a position."""
 
     token: str
@@ -109,7 +109,7 @@ class TopLogprob(WireResponse):
     bytes: list[int]
 
 
-class TokenLogprob(WireResponse):
+class TokenLogprob(WireResponse, frozen=True, kw_only=True):
     """One generated token. ``bytes`` are its own, which may be a fragment of a character."""
 
     token: str
@@ -118,22 +118,22 @@ class TokenLogprob(WireResponse):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(WireResponse):
+class ChoiceLogprobs(WireResponse, frozen=True, kw_only=True):
     """One entry per generated token, whatever text was cut."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class AssistantMessage(WireResponse):
+class AssistantMessage(WireResponse, frozen=True, kw_only=True):
     """What the model said."""
 
-    content: str
     role: Literal["assistant"] = "assistant"
+    content: str
     refusal: None = None
 
 
-class ChatChoice(WireResponse):
+class ChatChoice(WireResponse, frozen=True, kw_only=True):
     """One completion."""
 
     index: int
@@ -145,15 +145,15 @@ class ChatChoice(WireResponse):
     logits: LogitsBlock | UnsetType = UNSET
 
 
-class ChatCompletion(WireResponse):
+class ChatCompletion(WireResponse, frozen=True, kw_only=True):
     """The whole answer. In Arrow's end record it stands without rows, but with their number per choice."""
 
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
     metadata: Metadata
-    object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
     rows: list[int] | UnsetType = UNSET

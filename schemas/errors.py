@@ -31,7 +31,7 @@ ErrorCode = Literal[
 ErrorType = Literal["invalid_request_error", "authentication_error", "server_error"]
 
 
-class ErrorDetail(WireResponse):
+class ErrorDetail(WireResponse, frozen=True, kw_only=True):
     """What went wrong; ``param`` is the path of the field at fault, such as ``messages[2].content``."""
 
     message: str
@@ -40,7 +40,7 @@ class ErrorDetail(WireResponse):
     code: ErrorCode
 
 
-class ErrorEnvelope(WireResponse):
+class ErrorEnvelope(WireResponse, frozen=True, kw_only=True):
     """The body of every answer that is not a success."""
 
     error: ErrorDetail

@@ -5,13 +5,13 @@ from typing import Literal
 from schemas.base import WireResponse
 
 
-class Health(WireResponse):
+class Health(WireResponse, frozen=True, kw_only=True):
     """The process answers."""
 
     status: Literal["ok"] = "ok"
 
 
-class Readiness(WireResponse):
+class Readiness(WireResponse, frozen=True, kw_only=True):
     """The model is loaded, and the last step succeeded.
 
     ``path`` says how sequences are run: ``one_at_a_time`` each on its own cache, or ``batched``.
@@ -24,7 +24,7 @@ class Readiness(WireResponse):
     waiting: int
 
 
-class Version(WireResponse):
+class Version(WireResponse, frozen=True, kw_only=True):
     """Versions of the server and of the libraries that shape logits."""
 
     logitwire: str

@@ -10,7 +10,7 @@ from schemas.base import WireResponse
 LogitsEncoding = Literal["json", "b64_fp16", "b64_fp32"]
 
 
-class LogitsBlock(WireResponse):
+class LogitsBlock(WireResponse, frozen=True, kw_only=True):
     """Raw rows of one choice. ``data[t]`` is the distribution that produced generated token ``t``.
 
     ``data`` holds one base64 string of little-endian values a row, or one list of numbers a row.
@@ -22,7 +22,7 @@ class LogitsBlock(WireResponse):
     data: list[Any] | msgspec.Raw
 
 
-class Metadata(WireResponse):
+class Metadata(WireResponse, frozen=True, kw_only=True):
     """How to read the numbers of an answer. ``stop_sequence_hit`` is that of choice 0."""
 
     stop_sequence_hit: str | None
@@ -34,13 +34,13 @@ class Metadata(WireResponse):
     semantics: Literal["raw"] = "raw"
 
 
-class PromptTokensDetails(WireResponse):
+class PromptTokensDetails(WireResponse, frozen=True, kw_only=True):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = 0
 
 
-class Usage(WireResponse):
+class Usage(WireResponse, frozen=True, kw_only=True):
     """Token counts; an end token that was generated counts."""
 
     prompt_tokens: int

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the server; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m service",
-        description="OpenAI-compatible LLM server that returns every logit. Settings come from the environment:",
+        description="OpenAI-compatible LLM server that returns every logit. Settings are variables:",
         epilog=settings_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     configure_logging(settings.log_level, settings.log_format)
     for variable, setting in near_misses(os.environ):
-        logger.warning("unknown variable looks like a setting", extra={"variable": variable, "setting": setting})
-    logger.info("settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()})
+        logger.warning(
+            "unknown variable looks like a setting", extra={"variable": variable, "setting": setting}
+        )
+    logger.info(
+        "settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()}
+    )
     return asyncio.run(run(settings, Engine(settings.engine_config(), load)))
 
 

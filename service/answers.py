@@ -9,7 +9,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ from service.errors import encode_error
 
 logger = logging.getLogger(__name__)
 
+FAREWELL_S = 2.0
+"""Seconds in which a failed answer must reach its client, before the connection is cut."""
+
 
 class GenerationAnswer(ABC):
     """Runs one generation for one connection."""
@@ -40,6 +43,7 @@ class GenerationAnswer(ABC):
         self._engine = engine
         self._plan = plan
         self._request = request
+        self._outcome = "answered"
         self._answer = ChatAnswer(plan, engine.tokenizer, keeps_rows=self.keeps_rows)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,18 +55,26 @@ class GenerationAnswer(ABC):
         outbox = self._engine.submit(self._request)
         writing = asyncio.ensure_future(self._write(outbox, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
+        failing = asyncio.ensure_future(outbox.failed.wait())
         try:
-            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, leaving, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done() and not leaving.done():
+                # The writer tells the client, unless it waits for a reader that takes nothing.
+                await asyncio.wait((writing, leaving), timeout=FAREWELL_S)
             if writing.done():
                 writing.result()
-            else:
+            elif leaving.done():
                 telemetry.note(scope, outcome="client_left")
+            else:
+                telemetry.note(scope, outcome="stalled")
+                scope["state"]["abort"]()
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
             self._engine.cancel(self._request.request_id)
-            for task in (writing, leaving):
+            tasks = (writing, leaving, failing)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._note(scope)
 
     @abstractmethod
@@ -78,6 +90,7 @@ class GenerationAnswer(ABC):
 
     def _note(self, scope: Scope) -> None:
         finish = self._answer.finish
+        scope["state"]["log"].setdefault("outcome", self._outcome)
         telemetry.note(
             scope,
             prompt_tokens=len(self._plan.prompt_token_ids),
@@ -138,7 +151,7 @@ def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) ->
     """Return each row as JSON, with the comma before it."""
     for place, row in enumerate(rows):
         comma = b"," if place else b""
-        value = row.tolist() if encoding == "json" else memoryview(row).cast("B")
+        value = row.tolist() if encoding == "json" else row.data.cast("B")
         yield comma + msgspec.json.encode(value)
 
 
@@ -161,6 +174,7 @@ class ArrowAnswer(GenerationAnswer):
         except EngineError as error:
             if not has_started:
                 raise
+            self._outcome = "failed"
             logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
             for piece in writer.fail(encode_error(error)):
                 await _send(send, piece)
@@ -188,4 +202,5 @@ async def _start(send: Send, media_type: bytes, *headers: Header) -> None:
 
 
 async def _send(send: Send, piece: bytes | memoryview) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})  # type: ignore[typeddict-item]
+    message: Any = {"type": "http.response.body", "body": piece, "more_body": True}
+    await send(message)

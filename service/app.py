@@ -39,7 +39,10 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         logging_config=None,
         request_max_body_size=settings.max_body_bytes,
         openapi_config=OpenAPIConfig(
-            title="logitwire", version=__version__, path="/schema", render_plugins=[JsonRenderPlugin(path="/")]
+            title="logitwire",
+            version=__version__,
+            path="/schema",
+            render_plugins=[JsonRenderPlugin(path="/")],
         ),
     )
     return RequestLog(app)

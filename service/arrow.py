@@ -1,7 +1,7 @@
 """Rows to an Arrow IPC stream, without copying them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,7 +14,13 @@ from schemas.arrow import END_KEY, ERROR_KEY, row_schema
 from schemas.chat import ChatCompletion
 from service.convert import Plan
 
-Piece = bytes | pa.Buffer
+BATCH_BYTES = 64 * 2**10
+"""Rows that are ready together share a batch up to this size; beyond it a copy costs more than a batch."""
+
+SMALL_BYTES = 4096
+"""Pieces below this are joined, since each piece sent costs a call."""
+
+Piece: TypeAlias = "bytes | pa.Buffer"
 
 
 class _Sink:
@@ -49,7 +55,7 @@ class _Sink:
         joined: list[memoryview] = []
         small: list[Piece] = []
         for piece in self._pieces:
-            if len(piece) < 4096:
+            if len(piece) < SMALL_BYTES:
                 small.append(piece)
                 continue
             joined += [memoryview(b"".join(small)), memoryview(piece).cast("B")]
@@ -87,12 +93,14 @@ class RowWriter:
         self.num_rows = 0
 
     def write(self, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
-        """Write the tokens among the events as one batch; the first call also writes the schema."""
+        """Write the tokens among the events as batches; the first call also writes the schema."""
         tokens = [event for event in events if isinstance(event, TokenEvent)]
-        if tokens:
-            finish = events[-1].reason.value if isinstance(events[-1], Finish) else None
-            self._writer.write_batch(self._batch(tokens, finish))
-            self.num_rows += len(tokens)
+        finish = events[-1].reason.value if events and isinstance(events[-1], Finish) else None
+        step = max(1, BATCH_BYTES // max(1, tokens[0].num_bytes if tokens else 1))
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            self._writer.write_batch(self._batch(part, finish if start + step >= len(tokens) else None))
+            self.num_rows += len(part)
         return self._sink.drain()
 
     def end(self, completion: ChatCompletion) -> list[memoryview]:
@@ -117,7 +125,9 @@ class RowWriter:
         columns = [
             pa.array([0] * num, pa.int32()),
             pa.array(range(self.num_rows, self.num_rows + num), pa.int32()),
-            pa.array(["special" if self._tokenizer.is_special(each) else "content" for each in ids], pa.utf8()),
+            pa.array(
+                ["special" if self._tokenizer.is_special(each) else "content" for each in ids], pa.utf8()
+            ),
             pa.array(ids, pa.int32()),
             pa.array([self._tokenizer.token_text(each) for each in ids], pa.utf8()),
             pa.array([self._tokenizer.token_bytes(each) for each in ids], pa.binary()),

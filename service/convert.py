@@ -117,7 +117,9 @@ def check_chat(request: ChatRequest, form: Representation) -> None:
     ]
     if request.stream and form is Representation.JSON:
         problems.append(
-            Problem("unsupported_parameter", "streaming is served as Arrow only; ask for it by Accept", "stream")
+            Problem(
+                "unsupported_parameter", "streaming is served as Arrow only; ask for it by Accept", "stream"
+            )
         )
     if request.top_logprobs and not _wants_entries(request):
         problems.append(Problem("invalid_value", "needs logprobs: true", "top_logprobs"))
@@ -128,7 +130,9 @@ def check_chat(request: ChatRequest, form: Representation) -> None:
             Problem("invalid_value", "contradicts add_generation_prompt: true", "continue_final_message")
         )
     if form is Representation.ARROW and request.logits_encoding == "json":
-        problems.append(Problem("invalid_value", "an Arrow answer holds b64_fp16 or b64_fp32 rows", "logits_encoding"))
+        problems.append(
+            Problem("invalid_value", "an Arrow answer holds b64_fp16 or b64_fp32 rows", "logits_encoding")
+        )
     problems += _message_problems(request.messages)
     if problems:
         raise ProblemsError(problems)
@@ -143,10 +147,16 @@ def _message_problems(messages: Sequence[ChatMessage]) -> list[Problem]:
         for part_place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text":
                 problems.append(
-                    Problem("invalid_value", f"parts of type {part.type[:50]} are not supported", f"{path}[{part_place}].type")
+                    Problem(
+                        "invalid_value",
+                        f"parts of type {part.type[:50]} are not supported",
+                        f"{path}[{part_place}].type",
+                    )
                 )
             elif part.text is None:
-                problems.append(Problem("invalid_value", "a text part needs a text", f"{path}[{part_place}].text"))
+                problems.append(
+                    Problem("invalid_value", "a text part needs a text", f"{path}[{part_place}].text")
+                )
     return problems
 
 
@@ -228,7 +238,9 @@ def plan_chat(
         arrow_compression=request.arrow_compression,
         prompt_token_ids=tuple(prompt_token_ids),
     )
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
     if wants_rows:
         max_tokens = _within_budget(max_tokens, plan, settings, is_arrow=is_arrow)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []

@@ -5,6 +5,8 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+from litestar import Request
+from litestar.exceptions import InternalServerException
 
 from schemas.base import WireRequest
 from service.errors import Problem, ProblemsError, ServiceError, echo
@@ -28,10 +30,24 @@ def check_content_type(content_type: str | None) -> None:
         raise ServiceError("unsupported_media_type", f"send UTF-8, not {echo(charset[1])}")
 
 
+async def read_body(request: Request[Any, Any, Any]) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        ServiceError: ``malformed_json``, if the client leaves before it is all there.
+    """
+    try:
+        return await request.body()
+    except InternalServerException as error:
+        # This is how Litestar reports a client that left; it is no fault of the server.
+        raise ServiceError("malformed_json", "the connection closed in the middle of the body") from error
+
+
 def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
     """Return the struct that a body states.
 
-    ``null`` means absent. ``5.0`` is a valid int and ``1`` a valid float; strings and booleans are no numbers.
+    ``null`` means absent. ``5.0`` is a valid int and ``1`` a valid float; strings and booleans are no
+    numbers.
 
     Raises:
         ProblemsError: With every problem found: one per field at most, unknown names included.
@@ -73,7 +89,7 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _integral(value: Any) -> Any:
-    """Return whole floats as ints, also in a list; msgspec takes an int for a float, but not a float for an int."""
+    """Return whole floats as ints, also in a list; msgspec takes an int for a float, but not the reverse."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -93,4 +109,3 @@ def _invalid(name: str, error: msgspec.ValidationError) -> Problem:
     if found := _PATH.search(message):
         path, message = found["path"], message[: found.start()]
     return Problem("invalid_value", echo(message), name + path)
-

@@ -105,7 +105,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
             first = error.problems[0]
             shown = error.problems[:MAX_PROBLEMS]
             text = "; ".join(
-                f"{problem.param}: {problem.message}" if problem.param else problem.message for problem in shown
+                f"{problem.param}: {problem.message}" if problem.param else problem.message
+                for problem in shown
             )
             if len(error.problems) > len(shown):
                 text += f"; and {len(error.problems) - len(shown)} more"
@@ -117,15 +118,23 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
             param = getattr(error, "param", None)
             return _envelope(answer.status, answer.code, str(error), param, answer.headers)
         case HTTPException():
-            code = HTTP_CODES.get(error.status_code, "invalid_value" if error.status_code < 500 else "internal_error")
+            code = HTTP_CODES.get(
+                error.status_code, "invalid_value" if error.status_code < 500 else "internal_error"
+            )
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}
             return _envelope(error.status_code, code, error.detail, None, headers)
         case _:
-            return _envelope(500, "internal_error", f"unforeseen {type(error).__name__}; the server's log has more")
+            return _envelope(
+                500, "internal_error", f"unforeseen {type(error).__name__}; the server's log has more"
+            )
 
 
 def _envelope(
-    status: int, code: ErrorCode, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    status: int,
+    code: ErrorCode,
+    message: str,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str], ErrorEnvelope]:
     kind: ErrorType = "invalid_request_error"
     if status == 401:

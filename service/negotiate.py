@@ -60,7 +60,7 @@ def _parse(member: str) -> tuple[str, float] | None:
 
 def _quality(ranges: list[tuple[str, float]], media_type: str) -> float:
     """Return the weight that the most specific matching range gives a type."""
-    for candidate in (media_type, media_type.split("/")[0] + "/*", "*/*"):
+    for candidate in (media_type, media_type.split("/", maxsplit=1)[0] + "/*", "*/*"):
         weights = [q for name, q in ranges if name == candidate]
         if weights:
             return max(weights)

@@ -26,19 +26,32 @@ class DrainingServer(uvicorn.Server):
         self._drain_timeout_s = drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening = asyncio.Event()
 
     async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Serve; returns after the drain."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)  # type: ignore[arg-type]
 
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Start listening."""
+        await super().startup(sockets)  # type: ignore[arg-type]
+        self._listening.set()
+
+    async def address(self) -> str:
+        """Wait until the server listens; return its URL."""
+        await self._listening.wait()
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the drain at the first signal; stop at once at the second."""
         # uvicorn would raise the signal again at its end, and the exit code would not be 0.
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        self._loop.call_soon_threadsafe(self.begin_drain)
 
-    def _begin_drain(self) -> None:
+    def begin_drain(self) -> None:
+        """Begin the drain, or end it at once if it has begun; runs on the event loop."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
         else:
@@ -52,8 +65,8 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-async def run(settings: Settings, engine: Engine) -> int:
-    """Serve until a signal; return the exit code."""
+def build_server(settings: Settings, engine: Engine) -> DrainingServer:
+    """Return the server of an engine, not started yet."""
     config = uvicorn.Config(
         create_app(settings, engine),
         host=settings.host,
@@ -64,7 +77,12 @@ async def run(settings: Settings, engine: Engine) -> int:
         lifespan="on",
         timeout_graceful_shutdown=FAREWELL_S,
     )
-    server = DrainingServer(config, engine, settings.drain_timeout)
+    return DrainingServer(config, engine, settings.drain_timeout)
+
+
+async def run(settings: Settings, engine: Engine) -> int:
+    """Serve until a signal; return the exit code."""
+    server = build_server(settings, engine)
     serving = asyncio.ensure_future(server.serve())
     loading = asyncio.ensure_future(engine.wait_ready())
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
@@ -77,8 +95,7 @@ async def run(settings: Settings, engine: Engine) -> int:
             server.should_exit = True
             code = 1
         else:
-            host, port = server.servers[0].sockets[0].getsockname()[:2]
-            _announce(f"http://{host}:{port}", settings.served_model_name or engine.info.name)
+            _announce(await server.address(), settings.served_model_name or engine.info.name)
     else:
         loading.cancel()
     await serving

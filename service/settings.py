@@ -1,4 +1,4 @@
-"""Settings from the environment, checked once at start. A default is written here or in EngineConfig, once."""
+"""Settings from the environment, checked at start. A default is written here or in EngineConfig, once."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,70 +15,73 @@ class SettingsError(ValueError):
     """A setting has a value that it cannot have; the message names it."""
 
 
-def _doc(text: str, **limits: float) -> Meta:
-    return Meta(description=text, **limits)  # type: ignore[arg-type]
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings. Each is read from the variable of its name in upper case."""
 
     model_name: Annotated[
         str,
-        _doc("Checkpoint on the hub or folder; empty is the embedded SmolLM2, `scripted` a fake model"),
+        Meta(description="Checkpoint name or folder; empty is the embedded SmolLM2, `scripted` a fake one"),
     ] = EngineConfig.model_name
-    served_model_name: Annotated[str, _doc("Name in the API; empty takes the checkpoint's")] = ""
-    host: Annotated[str, _doc("Address to listen on")] = "127.0.0.1"
-    port: Annotated[int, _doc("Port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
+    served_model_name: Annotated[str, Meta(description="Name in the API; empty takes the checkpoint's")] = ""
+    host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="Port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], _doc("Of the weights; `auto` is the checkpoint's")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Of the weights; `auto` is the checkpoint's"),
     ] = "auto"
-    device_map: Annotated[str, _doc("Where Accelerate puts the layers: `auto`, `cpu`, `cuda:0`, …")] = (
-        EngineConfig.device_map
-    )
-    attn_implementation: Annotated[str, _doc("`sdpa`, `eager` or another one that Transformers knows")] = (
-        EngineConfig.attn_implementation
-    )
-    quantization: Annotated[Literal["", "4bit", "8bit"], _doc("By bitsandbytes; needs the extra `quant`")] = ""
-    trust_remote_code: Annotated[bool, _doc("Run code that a checkpoint brings")] = (
+    device_map: Annotated[
+        str, Meta(description="Where Accelerate puts the layers: `auto`, `cpu`, `cuda:0`, …")
+    ] = EngineConfig.device_map
+    attn_implementation: Annotated[
+        str, Meta(description="`sdpa`, `eager` or another one that Transformers knows")
+    ] = EngineConfig.attn_implementation
+    quantization: Annotated[
+        Literal["", "4bit", "8bit"], Meta(description="By bitsandbytes; needs the extra `quant`")
+    ] = ""
+    trust_remote_code: Annotated[bool, Meta(description="Run code that a checkpoint brings")] = (
         EngineConfig.trust_remote_code
     )
-    cache_dir: Annotated[Path, _doc("Where the embedded model is kept in converted form")] = (
+    cache_dir: Annotated[Path, Meta(description="Where the embedded model is kept in converted form")] = (
         EngineConfig.cache_dir
     )
-    threads: Annotated[int, _doc("CPU threads of a forward pass; 0 leaves torch's choice", ge=0)] = (
-        EngineConfig.threads
-    )
-    max_model_len: Annotated[int, _doc("Context in tokens; 0 takes the model's own", ge=0)] = (
+    threads: Annotated[
+        int, Meta(description="CPU threads of a forward pass; 0 leaves torch's choice", ge=0)
+    ] = EngineConfig.threads
+    max_model_len: Annotated[int, Meta(description="Context in tokens; 0 takes the model's own", ge=0)] = (
         EngineConfig.max_model_len
     )
-    max_batch_size: Annotated[int, _doc("Sequences that run at once", ge=1)] = EngineConfig.max_batch_size
-    max_queue: Annotated[int, _doc("Requests that wait at most; more are refused with 503", ge=1)] = (
-        EngineConfig.max_queue
+    max_batch_size: Annotated[int, Meta(description="Sequences that run at once", ge=1)] = (
+        EngineConfig.max_batch_size
     )
-    max_logit_tokens: Annotated[int, _doc("Rows of logits that one request may ask for", ge=1)] = 4096
+    max_queue: Annotated[
+        int, Meta(description="Requests that wait at most; more are refused with 503", ge=1)
+    ] = EngineConfig.max_queue
+    max_logit_tokens: Annotated[
+        int, Meta(description="Rows of logits that one request may ask for", ge=1)
+    ] = 4096
     max_answer_bytes: Annotated[
-        int, _doc("Bytes of rows that one JSON answer may hold; Arrow streams instead", ge=1)
+        int, Meta(description="Bytes of rows that one JSON answer may hold; Arrow streams instead", ge=1)
     ] = 2**30
     outbox_bytes: Annotated[
-        int, _doc("Bytes of rows that a request may have unread before it pauses", ge=1)
+        int, Meta(description="Bytes of rows that a request may have unread before it pauses", ge=1)
     ] = EngineConfig.outbox_bytes
     stall_timeout: Annotated[
-        float, _doc("Seconds for which a reader may stall before its request is given up", gt=0)
+        float, Meta(description="Seconds for which a reader may stall before its request is given up", gt=0)
     ] = EngineConfig.stall_timeout_s
     drain_timeout: Annotated[
-        float, _doc("Seconds that running requests get to finish after SIGTERM", ge=0)
+        float, Meta(description="Seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
-    max_body_bytes: Annotated[int, _doc("Size of a request body at most", ge=1)] = 16 * 2**20
+    max_body_bytes: Annotated[int, Meta(description="Size of a request body at most", ge=1)] = 16 * 2**20
     unknown_fields: Annotated[
-        Literal["error", "ignore"], _doc("What happens to request fields that nobody knows")
+        Literal["error", "ignore"], Meta(description="What happens to request fields that nobody knows")
     ] = "error"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least level that is logged")] = (
-        "info"
-    )
-    log_format: Annotated[Literal["json", "text"], _doc("One JSON object or one readable line per event")] = (
-        "json"
-    )
-    script: Annotated[str, _doc("What the scripted model says")] = EngineConfig.script
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level that is logged")
+    ] = "info"
+    log_format: Annotated[
+        Literal["json", "text"], Meta(description="One JSON object or one readable line per event")
+    ] = "json"
+    script: Annotated[str, Meta(description="What the scripted model says")] = EngineConfig.script
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's share."""
@@ -141,7 +144,11 @@ def settings_table() -> str:
     for name, hint in get_type_hints(Settings, include_extras=True).items():
         kind, meta = get_args(hint)
         default = getattr(defaults, name)
-        shown = f"`{str(default).lower() if isinstance(default, bool) else default}`" if default != "" else "empty"
+        shown = (
+            f"`{str(default).lower() if isinstance(default, bool) else default}`"
+            if default != ""
+            else "empty"
+        )
         choices = ""
         if get_args(kind):
             choices = " (" + ", ".join(f"`{choice}`" for choice in get_args(kind) if choice) + ")"

@@ -32,7 +32,7 @@ class RequestLog:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -41,6 +41,10 @@ class RequestLog:
         request_id = sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex.encode()
         facts: dict[str, Any] = {"request_id": request_id.decode()}
         scope.setdefault("state", {})["log"] = facts
+        # ASGI has no way to cut a connection whose reader has stalled; uvicorn's cycle, whose method
+        # ``send`` is, holds the transport that has one.
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        scope["state"]["abort"] = getattr(transport, "abort", lambda: None)
         method = scope["method"]
         is_head = method == "HEAD"
         if is_head:

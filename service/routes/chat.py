@@ -4,13 +4,14 @@ import asyncio
 
 from litestar import Request, post
 from litestar.datastructures import State
+from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from engine.engine import Engine
 from schemas.chat import ChatRequest
 from service.answers import ArrowAnswer, JsonAnswer
 from service.convert import chat_prompt, check_chat, plan_chat
-from service.decode import check_content_type, decode
+from service.decode import check_content_type, decode, read_body
 from service.errors import ServiceError
 from service.negotiate import Representation, negotiate
 from service.settings import Settings
@@ -18,12 +19,14 @@ from service.settings import Settings
 
 @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
 async def create_chat_completion(
-    request: Request[object, object, State], body: bytes, engine: Engine, settings: Settings
+    request: Request[object, object, State],
+    engine: NamedDependency[Engine],
+    settings: NamedDependency[Settings],
 ) -> ASGIApp:
     """Continue a conversation; see OpenAI's API, and this project's contract for rows."""
     check_content_type(request.headers.get("content-type"))
     form = negotiate(request.headers.get("accept"))
-    chat = decode(ChatRequest, body, ignore_unknown=settings.unknown_fields == "ignore")
+    chat = decode(ChatRequest, await read_body(request), ignore_unknown=settings.unknown_fields == "ignore")
     engine.check_ready()
     served = settings.served_model_name or engine.info.name
     if chat.model not in (None, served):

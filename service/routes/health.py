@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 
 from litestar import get
+from litestar.di import NamedDependency
 
 from engine.engine import Engine
 from schemas.health import Health, Readiness, Version
@@ -17,7 +18,7 @@ async def health() -> Health:
 
 
 @get("/ready", operation_id="ready")
-async def ready(engine: Engine) -> Readiness:
+async def ready(engine: NamedDependency[Engine]) -> Readiness:
     """Tell that the model is loaded and the last step succeeded; 503 with the reason otherwise."""
     engine.check_ready()
     if engine.last_failure is not None:

@@ -1,6 +1,8 @@
 """``GET /v1/models`` and ``GET /v1/models/{id}``."""
 
 from litestar import get
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 
 from engine.engine import Engine
 from schemas.models import ModelCard, ModelList
@@ -22,13 +24,15 @@ def _card(engine: Engine, settings: Settings) -> ModelCard:
 
 
 @get("/v1/models", operation_id="listModels")
-async def list_models(engine: Engine, settings: Settings) -> ModelList:
+async def list_models(engine: NamedDependency[Engine], settings: NamedDependency[Settings]) -> ModelList:
     """List the served model."""
     return ModelList(data=[_card(engine, settings)])
 
 
 @get("/v1/models/{model_id:path}", operation_id="retrieveModel")
-async def retrieve_model(model_id: str, engine: Engine, settings: Settings) -> ModelCard:
+async def retrieve_model(
+    model_id: FromPath[str], engine: NamedDependency[Engine], settings: NamedDependency[Settings]
+) -> ModelCard:
     """Describe one model; its id may hold slashes, plain or encoded."""
     card = _card(engine, settings)
     if str(model_id).strip("/") != card.id.strip("/"):

@@ -1,8 +1,8 @@
 """A generator-critic step, twice, against a running server, and the divergence between the two generations.
 
-The generator answers a task, a critic comments on the answer, and the generator answers again with that comment
-in its history. Position by position, the Jensen-Shannon divergence says how far the critic moved the generator's
-distribution: 0 bits is not at all, 1 bit is as far as can be.
+The generator answers a task, a critic comments on the answer, and the generator answers again with that
+comment in its history. Position by position, the Jensen-Shannon divergence says how far the critic moved the
+generator's distribution: 0 bits is not at all, 1 bit is as far as can be.
 
 Run:  python clients/python/examples/jsd_two_iterations.py [--base-url URL]
 """
@@ -17,7 +17,9 @@ CRITIC = "You review answers. Name the one most important thing to improve, in o
 
 def main(argv: list[str] | None = None) -> None:
     """Run two iterations and print their divergence."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--max-tokens", type=int, default=24)
     options = parser.parse_args(argv)
@@ -29,7 +31,10 @@ def main(argv: list[str] | None = None) -> None:
     history = [{"role": "user", "content": TASK}]
     first = say(history)
     critique = say(
-        [{"role": "system", "content": CRITIC}, {"role": "user", "content": f"{TASK}\n\nAnswer: {first.text}"}]
+        [
+            {"role": "system", "content": CRITIC},
+            {"role": "user", "content": f"{TASK}\n\nAnswer: {first.text}"},
+        ]
     )
     history += [
         {"role": "assistant", "content": first.text},

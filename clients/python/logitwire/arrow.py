@@ -1,8 +1,9 @@
 """The Arrow stream of an answer, read so that rows land where they stay.
 
-``pyarrow`` would read each batch into memory of its own, and one (T, V) array would then need a copy. So this
-module reads the IPC framing itself (Arrow Columnar Format, "Serialization and Interprocess Communication") and
-receives every row directly into the next place of one array. Small columns are left to pyarrow.
+``pyarrow`` would read each batch into memory of its own, and one (T, V) array would then need a copy. So
+this module reads the IPC framing itself (Arrow Columnar Format, "Serialization and Interprocess
+Communication") and receives every row directly into the next place of one array. Small columns are left to
+pyarrow.
 """
 
 import struct
@@ -108,7 +109,7 @@ class _Rows:
             self._array = larger
         place = self._array[self._num : self._num + num]
         self._num += num
-        return memoryview(place.reshape(-1).view(np.uint8))
+        return place.reshape(-1).view(np.uint8).data
 
     def view(self) -> NDArray[np.floating]:
         """Return the rows received, read-only."""

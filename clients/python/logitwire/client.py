@@ -155,7 +155,9 @@ class Client:
                 if response.status != 200:
                     raise APIError(response.status, _error_of(response.read()), request_id)
                 if response.headers.get_content_type() != MEDIA_TYPE:
-                    raise IncompleteStreamError(f"the answer is {response.headers.get_content_type()}, not Arrow")
+                    raise IncompleteStreamError(
+                        f"the answer is {response.headers.get_content_type()}, not Arrow"
+                    )
                 return read_table(response.readinto, max_rows=max_rows, request_id=request_id)
             except (OSError, http.client.HTTPException) as error:
                 raise IncompleteStreamError(f"the answer broke off: {error!r}") from error
@@ -165,7 +167,9 @@ class Client:
     def _connection(self) -> http.client.HTTPConnection:
         if self._is_tls:
             context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=context)
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self._timeout_s, context=context
+            )
         return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
 
 

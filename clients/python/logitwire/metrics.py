@@ -46,8 +46,8 @@ def jsd(p: ArrayLike, q: ArrayLike, base: Literal[2, "e"] = 2) -> NDArray[np.flo
 def _jsd_nats(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the divergence of (k, V) logits in nats; both are overwritten."""
     for logits in (p, q):
-        logits -= logits.max(axis=-1, keepdims=True)
-        logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        np.subtract(logits, logits.max(axis=-1, keepdims=True), out=logits)
+        np.subtract(logits, np.log(np.exp(logits).sum(axis=-1, keepdims=True)), out=logits)
     middle = np.logaddexp(p, q) - math.log(2)
     total = np.zeros(len(p))
     for logprobs in (p, q):

@@ -1,0 +1,199 @@
+"""Loading, leaving, stalling, stopping: what happens around requests."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from service.telemetry import JsonFormatter, TextFormatter
+from tests.conftest import Serve
+from tests.fakes import hooked_load
+from tests.serving import Reply, ServerThread
+
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Wait for something that another thread is about to do."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, place: int, row: torch.Tensor) -> None:
+        self.reached.set()
+        assert self.opened.wait(20)
+
+
+def in_thread(call: Callable[[], Reply]) -> tuple[threading.Thread, list[Reply]]:
+    replies: list[Reply] = []
+    thread = threading.Thread(target=lambda: replies.append(call()))
+    thread.start()
+    return thread, replies
+
+
+def test_while_the_model_loads_the_server_lives_but_is_not_ready() -> None:
+    from service.settings import Settings
+
+    opened = threading.Event()
+
+    def slow_load(config: EngineConfig) -> Any:
+        assert opened.wait(20)
+        return hooked_load()(config)
+
+    server = ServerThread(Settings(port=0), slow_load)
+    server.start(wait_ready=False)
+    try:
+        assert server.request("GET", "/health").status == 200
+        for reply in (server.request("GET", "/ready"), server.chat(), server.request("GET", "/v1/models")):
+            assert (reply.status, reply.error["code"]) == (503, "loading")
+            assert int(reply.headers["retry-after"]) > 0
+        opened.set()
+        eventually(lambda: server.request("GET", "/ready").status == 200)
+        assert server.chat().status == 200
+    finally:
+        opened.set()
+        server.stop()
+
+
+def test_health_answers_while_a_step_blocks(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate))
+    thread, replies = in_thread(server.chat)
+    assert gate.reached.wait(20)
+    assert server.request("GET", "/health").status == 200
+    assert server.request("GET", "/ready").json["running"] == 1
+    gate.opened.set()
+    thread.join()
+    assert replies[0].status == 200
+
+
+def test_a_full_queue_is_refused_at_once_and_says_when_to_come_back(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), max_queue=1, max_batch_size=1)
+    threads = [in_thread(server.chat)]
+    assert gate.reached.wait(20)
+    threads.append(in_thread(server.chat))
+    eventually(lambda: server.engine.num_waiting == 1)
+    reply = server.chat()
+    assert (reply.status, reply.error["code"]) == (503, "queue_full")
+    assert reply.headers["retry-after"] == "1"
+    gate.opened.set()
+    for thread, replies in threads:
+        thread.join()
+        assert replies[0].status == 200
+
+
+def send_raw(server: ServerThread, accept: str, **fields: Any) -> socket.socket:
+    address = urlsplit(server.url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=20)
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def drain(connection: socket.socket) -> bytes:
+    last = b""
+    while received := connection.recv(2**20):
+        last = received
+    return last
+
+
+@pytest.mark.parametrize("accept", ["application/json", ARROW])
+def test_a_client_that_leaves_frees_its_place(serve: Serve, accept: str) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate, max_model_len=10**9), max_batch_size=1)
+    connection = send_raw(server, accept, ignore_eos=True, return_logits=False, max_tokens=10**8)
+    assert gate.reached.wait(20)
+    connection.close()
+    gate.opened.set()
+    # With one place only, this waits for ever unless the first request is gone.
+    assert server.chat().status == 200
+    eventually(lambda: server.engine.num_requests == 0)
+
+
+def test_many_clients_that_leave_at_once_leave_nothing_behind(scripted: ServerThread) -> None:
+    for _ in range(100):
+        send_raw(scripted, ARROW, ignore_eos=True, max_tokens=500).close()
+    assert scripted.chat().status == 200
+    eventually(lambda: scripted.engine.num_requests == 0)
+    assert scripted.engine.num_waiting == 0
+
+
+def test_a_reader_that_stalls_is_cut_and_others_go_on(serve: Serve) -> None:
+    vocab_size = 100_000
+    server = serve(
+        hooked_load(vocab_size=vocab_size),
+        outbox_bytes=4 * vocab_size,
+        stall_timeout=0.3,
+        max_logit_tokens=10**6,
+    )
+    connection = send_raw(server, ARROW, ignore_eos=True, max_tokens=4000)
+    assert server.chat().status == 200
+    # It reads nothing; the socket's buffers fill, then its outbox, then its time is over.
+    eventually(lambda: server.engine.num_requests == 0)
+    # What the kernel holds still arrives, but no closing chunk: no client takes it for a whole answer.
+    assert not drain(connection).endswith(b"0\r\n\r\n")
+    connection.close()
+    assert server.chat().status == 200
+
+
+def test_a_stopping_server_refuses_new_work_and_finishes_what_runs(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), drain_timeout=20)
+    thread, replies = in_thread(server.chat)
+    assert gate.reached.wait(20)
+    server.loop.call_soon_threadsafe(server.server.begin_drain)
+    eventually(lambda: server.chat().status == 503)
+    refused = server.chat()
+    assert (refused.error["code"], refused.headers["retry-after"]) == ("shutting_down", "5")
+    gate.opened.set()
+    thread.join()
+    assert replies[0].status == 200
+
+
+def test_what_outlasts_the_drain_fails_loudly(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), drain_timeout=0.01)
+    thread, replies = in_thread(server.chat)
+    assert gate.reached.wait(20)
+    server.loop.call_soon_threadsafe(server.server.begin_drain)
+    eventually(lambda: server.engine.state == "stopped")
+    gate.opened.set()
+    thread.join()
+    assert (replies[0].status, replies[0].error["code"]) == (503, "shutting_down")
+
+
+def test_one_line_is_logged_per_request_with_its_id_and_no_prompt(
+    scripted: ServerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "service.request")
+    scripted.chat(
+        messages=[{"role": "user", "content": "a secret"}], headers={"x-request-id": "r-42"}, max_tokens=2
+    )
+    eventually(lambda: len(caplog.records) > 0)
+    (record,) = [each for each in caplog.records if each.name == "service.request"]
+    line = json.loads(JsonFormatter().format(record))
+    expected = {"request_id": "r-42", "status": 200, "completion_tokens": 2, "finish_reason": "length"}
+    assert expected.items() <= line.items()
+    assert {"queue_s", "prefill_s", "decode_s", "batch_size", "seconds"} <= set(line)
+    text = TextFormatter().format(record)
+    assert "request_id=r-42" in text
+    assert "secret" not in text + json.dumps(line)

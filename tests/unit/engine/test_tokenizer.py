@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from engine.errors import InvalidRequestError
+from engine.fake import byte_alphabet, byte_tokenizer
+from engine.tokenizer import Tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def sentencepiece_like() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hi", "é"]
+    backend = Backend(BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+
+
+def test_the_alphabet_covers_every_byte_once() -> None:
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+@given(st.text(max_size=30))
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(text: str) -> None:
+    assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
+
+
+def test_a_fragment_of_a_character_has_its_own_bytes() -> None:
+    ids = TOKENIZER.encode("🚀")
+    assert [TOKENIZER.token_bytes(each) for each in ids] == [b"\xf0", b"\x9f", b"\x9a", b"\x80"]
+    assert TOKENIZER.token_text(ids[0]) == "\ufffd"
+
+
+def test_a_special_token_has_the_bytes_of_its_name() -> None:
+    assert TOKENIZER.token_bytes(TOKENIZER.eos_token_id) == b"<|im_end|>"
+    assert TOKENIZER.is_special(TOKENIZER.eos_token_id)
+    assert not TOKENIZER.is_special(ord("a"))
+
+
+def test_ids_without_a_token_have_no_bytes() -> None:
+    assert TOKENIZER.token_bytes(9999) == b""
+
+
+def test_byte_fallback_pieces_have_one_byte_and_a_lower_line_is_a_space() -> None:
+    tokenizer = sentencepiece_like()
+    assert tokenizer.token_bytes(1 + 0xE2) == b"\xe2"
+    assert tokenizer.token_bytes(258) == b" hi"
+    assert tokenizer.token_bytes(259) == "é".encode()
+
+
+def test_developer_becomes_system_where_the_template_does_not_know_it() -> None:
+    as_developer = TOKENIZER.render_chat([{"role": "developer", "content": "x"}])
+    assert as_developer == TOKENIZER.render_chat([{"role": "system", "content": "x"}])
+    knows_it = byte_tokenizer("{% if messages[0]['role'] == 'developer' %}yes{% endif %}")
+    assert knows_it.decode(knows_it.render_chat([{"role": "developer", "content": "x"}])) == "yes"
+
+
+def test_what_a_template_refuses_is_the_callers_fault() -> None:
+    strict = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        strict.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_no_spaces_are_cleaned_up() -> None:
+    text = "x != y and a . b , c ?"
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text

@@ -1,0 +1,163 @@
+import json
+from typing import Any
+
+import pytest
+
+from schemas.chat import ChatRequest
+from service.decode import check_content_type, decode
+from service.errors import MAX_ECHO, Problem, ProblemsError, ServiceError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def read(**fields: Any) -> ChatRequest:
+    body = json.dumps({"messages": MESSAGES, **fields}).encode()
+    return decode(ChatRequest, body, ignore_unknown=False)
+
+
+def problems_of(body: bytes) -> list[Problem]:
+    with pytest.raises(ProblemsError) as caught:
+        decode(ChatRequest, body, ignore_unknown=False)
+    return caught.value.problems
+
+
+def problem_of(**fields: Any) -> Problem:
+    (problem,) = problems_of(json.dumps({"messages": MESSAGES, **fields}).encode())
+    return problem
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"model":',
+        b"\xff",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": "\\ud800"}',
+        b"{} x",
+        b'{"a":1e999}',
+    ],
+)
+def test_what_is_no_json_is_malformed(body: bytes) -> None:
+    assert [each.code for each in problems_of(body)] == ["malformed_json"]
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_deep_nesting_is_malformed(opening: str, closing: str) -> None:
+    body = '{"x":' + opening * 5000 + "1" + closing * 5000 + "}"
+    assert [each.code for each in problems_of(body.encode())] == ["malformed_json"]
+
+
+def test_a_body_that_is_no_object_is_an_invalid_value() -> None:
+    assert [each.code for each in problems_of(b"[]")] == ["invalid_value"]
+
+
+def test_null_means_absent() -> None:
+    assert read(temperature=None, stop=None, max_tokens=None) == read()
+
+
+def test_zero_is_not_absent() -> None:
+    request = read(temperature=0, seed=0, max_tokens=0, top_p=0, top_k=0)
+    assert (request.temperature, request.seed, request.max_tokens, request.top_p, request.top_k) == (0,) * 5
+
+
+def test_whole_floats_are_ints_and_ints_are_floats() -> None:
+    request = read(max_tokens=5.0, temperature=1, stop_token_ids=[3.0])
+    assert (request.max_tokens, request.temperature, request.stop_token_ids) == (5, 1.0, [3])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 5.5),
+        ("max_tokens", True),
+        ("max_tokens", -1),
+        ("temperature", "nan"),
+        ("temperature", -0.1),
+        ("temperature", 1e6),
+        ("top_p", 1.5),
+        ("top_k", -5),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("repetition_penalty", 0),
+        ("stream", "true"),
+        ("stream", 1),
+        ("stop", ""),
+        ("stop", ["x"] * 17),
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
+        ("logits_encoding", "b64_fp8"),
+        ("n", 0),
+    ],
+)
+def test_a_wrong_value_names_its_field(name: str, value: Any) -> None:
+    problem = problem_of(**{name: value})
+    assert (problem.code, problem.param) == ("invalid_value", name)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([*MESSAGES, {"role": "wizard", "content": "x"}], "messages[1].role"),
+        ([*MESSAGES, *MESSAGES, {"role": "user", "content": 5}], "messages[2].content"),
+        ([{"content": "x"}], "messages[0]"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]"),
+    ],
+)
+def test_a_fault_in_messages_has_its_path(messages: Any, param: str) -> None:
+    problem = problem_of(messages=messages)
+    assert (problem.code, problem.param) == ("invalid_value", param)
+
+
+def test_a_missing_required_field_is_named() -> None:
+    (problem,) = problems_of(b"{}")
+    assert (problem.code, problem.param) == ("invalid_value", "messages")
+
+
+def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
+    problem = problem_of(return_logit=True)
+    assert (problem.code, problem.param) == ("unknown_parameter", "return_logit")
+    assert "return_logits" in problem.message
+
+
+def test_every_problem_is_reported_once() -> None:
+    found = problems_of(json.dumps({"messages": [], "temperature": -1, "x" * 999: 1}).encode())
+    assert [each.code for each in found] == ["invalid_value", "invalid_value", "unknown_parameter"]
+    assert all(len(each.param or "") <= MAX_ECHO + 1 for each in found)
+
+
+def test_unknown_fields_may_be_ignored() -> None:
+    body = json.dumps({"messages": MESSAGES, "return_logit": True}).encode()
+    assert decode(ChatRequest, body, ignore_unknown=True) == read()
+
+
+def test_unknown_fields_inside_messages_are_ignored() -> None:
+    assert read(messages=[{**MESSAGES[0], "id": 7, "opts": {"visible": False}}]) == read()
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [None, "", "application/json", "application/json; charset=utf-8", 'Application/JSON;charset="UTF-8"'],
+)
+def test_json_and_no_type_at_all_are_taken(content_type: str | None) -> None:
+    check_content_type(content_type)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/json; charset=utf-16",
+    ],
+)
+def test_other_types_are_refused(content_type: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        check_content_type(content_type)
+    assert caught.value.code == "unsupported_media_type"
