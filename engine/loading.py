@@ -52,6 +52,10 @@ def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
         max_model_len=model.max_model_len,
         device_map=device_map,
     )
+    logger.info(
+        "loaded",
+        extra={"model": name, "dtype": info.dtype, "path": info.path, "device_map": dict(device_map)},
+    )
     return model, info
 
 

@@ -60,7 +60,9 @@ class GenerationAnswer(ABC):
             await asyncio.wait((writing, leaving, failing), return_when=asyncio.FIRST_COMPLETED)
             if failing.done() and not leaving.done():
                 # The writer tells the client, unless it waits for a reader that takes nothing.
-                await asyncio.wait((writing, leaving), timeout=FAREWELL_S)
+                await asyncio.wait(
+                    (writing, leaving), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED
+                )
             if writing.done():
                 writing.result()
             elif leaving.done():

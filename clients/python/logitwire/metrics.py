@@ -48,11 +48,11 @@ def _jsd_nats(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.floa
     for logits in (p, q):
         np.subtract(logits, logits.max(axis=-1, keepdims=True), out=logits)
         np.subtract(logits, np.log(np.exp(logits).sum(axis=-1, keepdims=True)), out=logits)
-    middle = np.logaddexp(p, q) - math.log(2)
     total = np.zeros(len(p))
-    for logprobs in (p, q):
-        probs = np.exp(logprobs)
-        # A probability of 0 contributes 0, and its logarithm is -inf.
-        terms = np.subtract(logprobs, middle, out=np.zeros_like(probs), where=probs > 0)
-        total += (probs * terms).sum(axis=-1)
+    for own, other in ((p, q), (q, p)):
+        # ln(own / middle) = ln 2 - ln(1 + other / own): exactly 0 where the two are equal. A probability of 0
+        # contributes 0, and its logarithm is -inf.
+        probs = np.exp(own)
+        ratio = np.subtract(other, own, out=np.zeros_like(own), where=probs > 0)
+        total += (probs * (math.log(2) - np.logaddexp(0, ratio))).sum(axis=-1)
     return total / 2

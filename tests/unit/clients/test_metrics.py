@@ -18,6 +18,8 @@ def test_jsd_agrees_with_scipy(dtype: type) -> None:
 def test_equal_rows_have_none_and_disjoint_rows_have_one_bit() -> None:
     p, q = np.array([[0.0, -np.inf]]), np.array([[-np.inf, 0.0]])
     assert jsd(p, p) == [0]
+    rows = np.random.default_rng(2).normal(size=(9, 100)) * 7
+    assert (jsd(rows, rows) == 0).all()
     assert jsd(p, q) == [1]
 
 

@@ -1,0 +1,219 @@
+"""The server as a newcomer starts it: a process of its own, the embedded model, the documented commands."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from logitwire import APIError, Client, jsd
+
+ROOT = Path(__file__).resolve().parents[2]
+MESSAGES = [{"role": "user", "content": "Say hi in three words."}]
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+
+class ServerProcess:
+    """``python -m service`` on a free port."""
+
+    def __init__(self, log: Path, **environ: str) -> None:
+        self._log = log.open("w")
+        self.log_path = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service"],
+            cwd=ROOT,
+            env={**os.environ, "PORT": "0", **environ},
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.said = ""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said += line
+            if line.startswith("curl"):
+                break
+        found = re.search(r"at (http://\S+)", self.said)
+        assert found, log.read_text()
+        self.url = found[1]
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(60)
+        finally:
+            self._process.kill()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._log.close()
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("server") / "log")
+    yield process
+    assert process.stop() == 0
+
+
+def test_it_announces_a_curl_line_that_works_when_pasted(server: ServerProcess) -> None:
+    curl = next(line for line in server.said.splitlines() if line.startswith("curl"))
+    output = subprocess.run(["sh", "-c", curl], capture_output=True, check=True, text=True).stdout
+    choice = json.loads(output)["choices"][0]
+    assert choice["message"]["content"]
+    assert all(entry["logprob"] < 0 for entry in choice["logprobs"]["content"])
+
+
+def test_the_device_map_and_request_ids_are_logged(server: ServerProcess) -> None:
+    request = urllib.request.Request(f"{server.url}/v1/models", headers={"x-request-id": "from-a-test"})
+    urllib.request.urlopen(request).close()
+    deadline = time.monotonic() + 20
+    while not any(line.get("request_id") == "from-a-test" for line in server.log_lines()):
+        assert time.monotonic() < deadline
+    assert any(line.get("device_map") == {"": "cpu"} for line in server.log_lines())
+
+
+def test_a_chat_is_the_same_over_json_arrow_and_the_sdk(server: ServerProcess) -> None:
+    result = Client(server.url).chat(MESSAGES, max_tokens=16, temperature=0, logits="float32")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
+        answer = sdk.chat.completions.create(
+            model=sdk.models.list().data[0].id,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_tokens=16,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=5,
+            extra_body={"return_token_ids": True},
+        )
+    (choice,) = answer.choices
+    assert choice.message.content == result.text
+    assert choice.model_extra is not None
+    assert choice.model_extra["token_ids"] == result.token_ids
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [each.logprob for each in choice.logprobs.content] == [float(each) for each in result.logprobs]
+    assert result.logits is not None
+    assert result.logits.shape == (len(result.token_ids), 49152)
+    assert result.logits.argmax(-1).tolist() == result.token_ids
+    # The softmax over the whole row is a distribution, and its logarithm is what the server said.
+    rows = result.logits.astype(np.float64)
+    logprobs = (
+        rows
+        - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - rows.max(-1, keepdims=True)
+    )
+    np.testing.assert_allclose(np.exp(logprobs).sum(-1), 1, atol=1e-9)
+    np.testing.assert_allclose(logprobs[range(len(rows)), result.token_ids], result.logprobs, atol=1e-4)
+    for entry, row in zip(choice.logprobs.content, logprobs, strict=True):
+        assert [each.logprob for each in entry.top_logprobs] == pytest.approx(
+            list(np.sort(row)[:-6:-1]), abs=1e-4
+        )
+
+
+def test_float16_rows_are_the_float32_rows_rounded(server: ServerProcess) -> None:
+    client = Client(server.url)
+    wide = client.chat(MESSAGES, max_tokens=4, temperature=0, logits="float32")
+    narrow = client.chat(MESSAGES, max_tokens=4, temperature=0, logits="float16")
+    assert wide.logits is not None
+    assert narrow.logits is not None
+    np.testing.assert_array_equal(narrow.logits, wide.logits.astype(np.float16))
+    assert jsd(wide.logits, narrow.logits).max() < 1e-5
+
+
+def test_sampling_settings_never_change_the_first_row(server: ServerProcess) -> None:
+    client = Client(server.url)
+    plain = client.chat(MESSAGES, max_tokens=1, temperature=0)
+    wild = client.chat(
+        MESSAGES, max_tokens=1, temperature=1.9, top_p=0.5, top_k=3, repetition_penalty=2.0, seed=1
+    )
+    assert plain.logits is not None
+    assert wild.logits is not None
+    np.testing.assert_array_equal(plain.logits, wild.logits)
+
+
+def test_a_seed_repeats_its_answer(server: ServerProcess) -> None:
+    client = Client(server.url)
+    answers = [
+        client.chat(MESSAGES, max_tokens=20, temperature=1.0, seed=seed).token_ids for seed in (123, 123, 7)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_a_chat_that_ends_by_itself_keeps_its_end_token_once(server: ServerProcess) -> None:
+    result = Client(server.url).chat(MESSAGES, max_tokens=200, temperature=0)
+    assert result.finish_reason == "stop"
+    assert result.token_ids.count(2) == 1
+    assert result.token_ids[-1] == 2
+    assert "<|im_end|>" not in result.text
+    assert result.usage["completion_tokens"] == len(result.token_ids)
+
+
+def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(server: ServerProcess) -> None:
+    client = Client(server.url)
+    messages = [{"role": "user", "content": "List the weekdays in order, separated by commas."}]
+    whole = client.chat(messages, max_tokens=40, temperature=0, logits=None)
+    assert "Thursday" in whole.text
+    cut = client.chat(messages, max_tokens=40, temperature=0, logits=None, stop="Thursday")
+    assert cut.text == whole.text[: whole.text.index("Thursday")]
+    assert cut.stop_reason == "Thursday"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_a_prompt_beyond_the_context_is_refused(server: ServerProcess) -> None:
+    with pytest.raises(APIError) as caught:
+        Client(server.url).chat([{"role": "user", "content": "word " * 9000}], max_tokens=4)
+    assert (caught.value.status, caught.value.code) == (413, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "clients/python/examples/jsd_two_iterations.py", "--max-tokens", "6", "--base-url"],
+        ["sh", "clients/curl/examples.sh"],
+    ],
+)
+def test_the_examples_run(server: ServerProcess, command: list[str]) -> None:
+    output = subprocess.run(
+        [*command, server.url], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
+    expected = "JSD (bits)" if "jsd" in command[1] else "did you mean return_logits"
+    assert expected in output
+
+
+def test_a_wrong_setting_stops_the_start_with_its_name() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "service"],
+        cwd=ROOT,
+        env={**os.environ, "MAX_QUEUE": "many"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 2
+    assert "MAX_QUEUE='many'" in process.stderr
+
+
+def test_a_checkpoint_that_is_not_there_stops_the_start_with_its_name(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "service"],
+        cwd=ROOT,
+        env={**os.environ, "MODEL_NAME": str(tmp_path / "none"), "PORT": "0", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 1
+    assert str(tmp_path / "none") in process.stderr
