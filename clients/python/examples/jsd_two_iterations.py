@@ -2,7 +2,8 @@
 
 The generator answers a task, a critic comments on the answer, and the generator answers again with that
 comment in its history. Position by position, the Jensen-Shannon divergence says how far the critic moved the
-generator's distribution: 0 bits is not at all, 1 bit is as far as can be.
+generator's distribution: 0 bits is not at all, 1 bit is as far as can be. From the first position on at which the
+tokens differ, the two rows also follow different texts.
 
 Run:  python clients/python/examples/jsd_two_iterations.py [--base-url URL]
 """
@@ -11,8 +12,8 @@ import argparse
 
 from logitwire import ChatResult, Client, jsd
 
-TASK = "Explain in one sentence why the sky is blue."
-CRITIC = "You review answers. Name the one most important thing to improve, in one sentence."
+TASK = "Write a slogan for a bicycle shop."
+CRITIC = "What is wrong with this slogan, and how should it be changed?"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -21,26 +22,19 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=20)
     options = parser.parse_args(argv)
     client = Client(options.base_url)
 
-    def say(messages: list[dict[str, str]]) -> ChatResult:
-        return client.chat(messages, max_tokens=options.max_tokens, temperature=0)
+    def say(*contents: str) -> ChatResult:
+        """Continue a conversation that alternates between user and assistant."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(contents)]
+        return client.chat(messages, max_tokens=options.max_tokens, temperature=0.7, seed=1)
 
-    history = [{"role": "user", "content": TASK}]
-    first = say(history)
-    critique = say(
-        [
-            {"role": "system", "content": CRITIC},
-            {"role": "user", "content": f"{TASK}\n\nAnswer: {first.text}"},
-        ]
-    )
-    history += [
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": f"{critique.text}\n\nAnswer again: {TASK}"},
-    ]
-    second = say(history)
+    first = say(TASK)
+    critique = say(f"{CRITIC}\n\n{first.text}")
+    second = say(TASK, first.text, f"{critique.text}\n\n{TASK}")
 
     print(f"iteration 1: {first.text!r}\ncritic:      {critique.text!r}\niteration 2: {second.text!r}\n")
     assert first.logits is not None
