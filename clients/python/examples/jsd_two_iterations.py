@@ -2,8 +2,8 @@
 
 The generator answers a task, a critic comments on the answer, and the generator answers again with that
 comment in its history. Position by position, the Jensen-Shannon divergence says how far the critic moved the
-generator's distribution: 0 bits is not at all, 1 bit is as far as can be. From the first position on at which the
-tokens differ, the two rows also follow different texts.
+generator's distribution: 0 bits is not at all, 1 bit is as far as can be. From the first position on at which
+the tokens differ, the two rows also follow different texts.
 
 Run:  python clients/python/examples/jsd_two_iterations.py [--base-url URL]
 """
