@@ -14,12 +14,12 @@ setup:
 # Serve MODEL_NAME, or the embedded SmolLM2; settings come from the environment
 [group('run')]
 serve: setup
-    @{{python}} -m service
+    @exec {{python}} -m service
 
 # Serve a scripted model that costs nothing; SCRIPT is what it says
 [group('run')]
 serve-fake: setup
-    @MODEL_NAME=scripted {{python}} -m service
+    @MODEL_NAME=scripted exec {{python}} -m service
 
 # All tests, fast ones first
 [group('check')]

@@ -24,6 +24,14 @@ class EngineConfig:
     """Sequences that run at once."""
     max_queue: int = 256
     """Requests that wait at most."""
+    prefill_chunk: int = 512
+    """Tokens of prompts that are run between two decode steps."""
+    kv_cache_bytes: int = 0
+    """Bytes of keys and values at most; 0 is 4 GiB on the CPU and 80 % of what a GPU has free."""
+    row_budget_bytes: int = 2 * 2**30
+    """Bytes of rows that all running requests together may hold."""
+    deadline_s: float = 0.0
+    """Seconds that a request may wait and run; 0 is no limit."""
     outbox_bytes: int = 32 * 2**20
     """Bytes of rows that one request may have undelivered before it pauses."""
     stall_timeout_s: float = 60.0
@@ -39,8 +47,9 @@ class EngineConfig:
         Raises:
             ValueError: A size is below its least useful value.
         """
-        for name in ("max_batch_size", "max_queue", "outbox_bytes", "stall_timeout_s"):
+        for name in ("max_batch_size", "max_queue", "prefill_chunk", "outbox_bytes", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
-        if self.max_model_len < 0 or self.threads < 0:
-            raise ValueError("max_model_len and threads must not be negative")
+        for name in ("max_model_len", "threads", "kv_cache_bytes", "row_budget_bytes", "deadline_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")

@@ -110,6 +110,11 @@ class Engine:
     # Facts.
 
     @property
+    def is_working(self) -> bool:
+        """Tell whether the worker thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def info(self) -> ModelInfo:
         """Facts of the model.
 

@@ -13,6 +13,7 @@ EngineError
  │   └─ LogitsOverflowError
  ├─ OutOfMemoryError
  ├─ StalledReaderError
+ ├─ DeadlineError
  ├─ LoadError
  ├─ StepError
  └─ EngineDeadError
@@ -81,6 +82,10 @@ class OutOfMemoryError(EngineError):
 
 class StalledReaderError(EngineError):
     """The reader took nothing for so long that its request was given up."""
+
+
+class DeadlineError(EngineError):
+    """The request waited and ran for longer than it may."""
 
 
 class LoadError(EngineError):

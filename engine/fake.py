@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from engine.runner import Chunk
 from engine.tokenizer import Tokenizer, byte_alphabet
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -44,6 +45,8 @@ def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
 class ScriptedRunner:
     """Says the same ids to every prompt, then its end token for ever."""
 
+    is_batched = True
+
     def __init__(
         self,
         script: Sequence[int],
@@ -54,26 +57,34 @@ class ScriptedRunner:
     ) -> None:
         self._script = list(script)
         self._eos_token_id = eos_token_id
-        self._places: dict[int, int] = {}
+        self._num_prompt: dict[int, int] = {}
+        self._num_run: dict[int, int] = {}
         generator = torch.Generator().manual_seed(0)
         self._pool = torch.randn(ROWS_IN_POOL, vocab_size, generator=generator).to(dtype)  # (16, V)
         self.vocab_size = vocab_size
         self.dtype = str(dtype).removeprefix("torch.")
         self.device = torch.device("cpu")
 
-    def prefill(self, sequence_id: int, token_ids: Sequence[int]) -> Tensor:
-        """Begin the script; see :class:`engine.runner.Runner`."""
-        self._places[sequence_id] = 0
-        return self._row(0)
+    def open(self, sequence_id: int, token_ids: Sequence[int]) -> int:
+        """Remember where the prompt ends; see :class:`engine.runner.Runner`."""
+        self._num_prompt.setdefault(sequence_id, len(token_ids))
+        self._num_run[sequence_id] = 0
+        return 0
 
-    def decode(self, sequence_id: int, token_id: int) -> Tensor:
-        """Go on in the script; see :class:`engine.runner.Runner`."""
-        self._places[sequence_id] += 1
-        return self._row(self._places[sequence_id])
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Return the script's next rows; see :class:`engine.runner.Runner`."""
+        rows = []
+        for chunk in chunks:
+            num_run = self._num_run[chunk.sequence_id] + len(chunk.token_ids)
+            rows.append(self._row(max(num_run - self._num_prompt[chunk.sequence_id], 0)))
+        # Only now, since a pass that fails must leave everything as it was.
+        for chunk in chunks:
+            self._num_run[chunk.sequence_id] += len(chunk.token_ids)
+        return torch.stack(rows)
 
-    def release(self, sequence_id: int) -> None:
-        """Forget where a sequence was."""
-        self._places.pop(sequence_id, None)
+    def close(self, sequence_id: int) -> None:
+        """Forget where a sequence was, but not where its prompt ends: it may have to start again."""
+        self._num_run.pop(sequence_id, None)
 
     def recover(self) -> None:
         """Hold nothing that could be given back."""

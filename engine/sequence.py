@@ -16,7 +16,9 @@ class Sequence:
 
     Attributes:
         sequence_id: Names the KV cache in the runner.
-        completion_token_ids: Ids generated so far.
+        token_ids: Prompt and completion so far.
+        num_run: How many of those have been run, so that their keys and values are in the cache.
+        num_cached: How many prompt tokens an earlier sequence had run.
         paused_since: When its outbox was first found full; ``None`` while it has room.
     """
 
@@ -26,16 +28,18 @@ class Sequence:
     stop_checker: StopChecker
     generator: torch.Generator
     submitted_at: float
-    completion_token_ids: list[int]
+    token_ids: list[int]
+    num_run: int = 0
+    num_cached: int = 0
     admitted_at: float = 0.0
     prefilled_at: float = 0.0
     max_batch_size: int = 0
     paused_since: float | None = None
 
     @property
-    def token_ids(self) -> list[int]:
-        """Prompt and completion so far."""
-        return [*self.request.prompt_token_ids, *self.completion_token_ids]
+    def num_left(self) -> int:
+        """Tokens to run before the next one can be chosen."""
+        return len(self.token_ids) - self.num_run
 
     def timings(self) -> Timings:
         """Return where the time went, up to now."""

@@ -3,6 +3,7 @@
 The only file that calls a Transformers tokenizer. It may be used from several threads at once.
 """
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,21 @@ def byte_alphabet() -> Mapping[str, int]:
     return table
 
 
+# Arguments of the call itself. A template variable of such a name would change what is called, or how.
+_OWN_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+# What templates raise over messages that they were not made for.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
 class Tokenizer:
     """A Transformers tokenizer with the few calls that the server needs."""
 
@@ -43,6 +59,7 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.max_token_length = max(map(len, (*vocab, *self._special_ids)))
         self._special_set = frozenset(self._special_ids.values())
         decoder = "" if self._backend is None else self._backend.to_str()
         kinds = _decoder_kinds(json.loads(decoder).get("decoder")) if decoder else set()
@@ -56,7 +73,8 @@ class Tokenizer:
         if self._backend is not None:
             # Not through the outer class: it sets truncation on the shared backend at every call, and a
             # decode on the worker thread at that moment would fail.
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            # As a batch, since only that lets go of the interpreter lock: a long text would stop everything.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -68,14 +86,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Render messages by the checkpoint's own chat template, and encode the result.
+    ) -> str:
+        """Render messages by the checkpoint's own chat template, special tokens and all.
 
         The role ``developer`` is rendered as ``system`` where the template does not know it.
 
         Raises:
             InvalidRequestError: There is no template, or it refuses these messages.
         """
+        for name in template_kwargs or {}:
+            if name in _OWN_ARGUMENTS:
+                raise InvalidRequestError(
+                    "this is no variable of the template", f"chat_template_kwargs.{name}"
+                )
         template = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequestError("the model has no chat template; use a completion", "messages")
@@ -93,11 +116,11 @@ class Tokenizer:
                     continue_final_message=continue_final_message,
                     **(template_kwargs or {}),
                 )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
-        return self.encode(str(text))
+        return str(text)
 
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that is spelt exactly so, if there is one."""

@@ -57,6 +57,7 @@ class GenerationRequest:
         row_dtype: Ask for the raw row of every token, in this dtype.
         logprobs: Ask for the logprob of every token.
         num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
+        held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class GenerationRequest:
     row_dtype: RowDtype | None = None
     logprobs: bool = False
     num_top_logprobs: int = 0
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +125,13 @@ class Finish:
         reason: Stop or length.
         stop_reason: The stop string or stop token id that was met; ``None`` for an end token or length.
         timings: For logs and metrics.
+        num_cached: Prompt tokens whose keys and values an earlier sequence left behind.
     """
 
     reason: FinishReason
     stop_reason: str | int | None
     timings: Timings
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

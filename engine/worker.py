@@ -4,10 +4,11 @@ A step admits waiting sequences, forwards the running ones, samples each group o
 rows that were asked for off the device, and delivers everything in one call to the event loop.
 """
 
+import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import (
+    DeadlineError,
     EngineDeadError,
     EngineError,
     OutOfMemoryError,
@@ -27,7 +29,7 @@ from engine.errors import (
 )
 from engine.inbox import Cancel, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
-from engine.runner import Runner
+from engine.runner import CacheFullError, Chunk, Runner, common_prefix
 from engine.sampling import raw_logprobs, row_fault, sample, top_logprobs
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -55,6 +57,12 @@ class Model:
 
 Delivery = list[tuple[Outbox, list[Event]]]
 
+POLL_S = 0.01
+"""How often a full cache is looked at while every running sequence is paused."""
+
+SHARED_PREFIX_SHARE = 0.5
+"""A sequence waits for another one's prefill, if that is going to run this much of its own prompt."""
+
 
 class Worker:
     """Runs steps until it is told to stop. All methods run on its own thread."""
@@ -81,16 +89,18 @@ class Worker:
         self._inbox = inbox
         self._on_loop = on_loop
         self._on_step = on_step
-        self._scheduler = Scheduler(config.max_batch_size)
+        self._scheduler = Scheduler(config.max_batch_size, config.prefill_chunk)
+        self._held_bytes: dict[str, int] = {}
         self._next_sequence_id = 0
         self._is_stopping = False
+        self._has_failed = False
 
     def run(self) -> None:
         """Serve until a :class:`engine.inbox.Stop`; whatever else ends it fails every request."""
         failure: EngineError = ShuttingDownError("the server is shutting down")
         try:
             while not self._is_stopping:
-                self._turn()
+                self.turn()
         except BaseException as error:
             failure = EngineDeadError(f"the engine's worker has died of {type(error).__name__}")
             failure.__cause__ = error
@@ -98,36 +108,41 @@ class Worker:
         finally:
             self._fail_all(failure)
 
-    def _turn(self) -> None:
-        """Take commands, admit, and run one step."""
+    def turn(self) -> None:
+        """Take commands, admit, and run one step; wait for commands if there is nothing else to do."""
         for command in self._inbox.take(self._idle_timeout_s()):
             match command:
                 case Submit():
                     self._accept(command)
                 case Cancel(request_id):
+                    self._held_bytes.pop(request_id, None)
                     for sequence in self._scheduler.find(request_id):
                         self._leave(sequence)
                 case Stop():
                     self._is_stopping = True
                     return
-        self._drop_stalled()
-        for sequence in self._scheduler.admit():
-            self._inbox.left_queue()
-            sequence.admitted_at = time.perf_counter()
+        self._drop_late()
+        self._admit()
         ready = [sequence for sequence in self._scheduler.running if self._may_run(sequence)]
         if ready:
             self._step(ready)
 
     def _idle_timeout_s(self) -> float | None:
         """Return how long the next wait for commands may be."""
-        if self._scheduler.waiting and not self._scheduler.running:
-            return 0
         if any(self._may_run(sequence) for sequence in self._scheduler.running):
             return 0
-        paused = [each.paused_since for each in self._scheduler.running if each.paused_since is not None]
-        if not paused:
-            return None
-        return max(0.001, min(paused) + self._config.stall_timeout_s - time.perf_counter())
+        next_one = self._scheduler.next_to_admit()
+        if next_one is not None and self._has_row_budget(next_one):
+            # All that run are paused, and one of them may leave room in the cache at any time.
+            return POLL_S if self._scheduler.running else 0
+        ends = [
+            each.paused_since + self._config.stall_timeout_s
+            for each in self._scheduler.running
+            if each.paused_since
+        ]
+        if self._config.deadline_s:
+            ends += [each.submitted_at + self._config.deadline_s for each in self._scheduler]
+        return max(0.001, min(ends) - time.perf_counter()) if ends else None
 
     def _may_run(self, sequence: Sequence) -> bool:
         """Tell whether a sequence's reader has room, and keep the time since when it has not."""
@@ -138,6 +153,8 @@ class Worker:
             sequence.paused_since = time.perf_counter()
         return False
 
+    # Coming.
+
     def _accept(self, command: Submit) -> None:
         """Make a sequence of a request."""
         request = command.request
@@ -146,7 +163,7 @@ class Worker:
         if request.seed is None:
             generator.seed()
         else:
-            generator.manual_seed(request.seed % 2**64)
+            generator.manual_seed(_mixed(request.seed))
         stop_token_ids: dict[int, str | int] = {token_id: token_id for token_id in request.stop_token_ids}
         for stop in request.stop:
             # A special token has no text where those are skipped, so its string also stops by id.
@@ -165,7 +182,7 @@ class Worker:
             ),
             generator=generator,
             submitted_at=command.submitted_at,
-            completion_token_ids=[],
+            token_ids=list(request.prompt_token_ids),
         )
         self._next_sequence_id += 1
         self._scheduler.add(sequence)
@@ -174,59 +191,133 @@ class Worker:
             self._leave(sequence)
             self._deliver([(sequence.outbox, [finish])])
 
+    def _admit(self) -> None:
+        """Let waiting sequences run, in their order, while there is room for them."""
+        while (sequence := self._scheduler.next_to_admit()) is not None:
+            if not self._has_row_budget(sequence) or self._shares_a_running_prefill(sequence):
+                return
+            try:
+                sequence.num_run = self._model.runner.open(sequence.sequence_id, sequence.token_ids)
+            except CacheFullError:
+                return
+            self._scheduler.admit()
+            self._inbox.left_queue()
+            self._held_bytes[sequence.request.request_id] = sequence.request.held_bytes
+            if not sequence.admitted_at:
+                sequence.admitted_at = time.perf_counter()
+                sequence.num_cached = sequence.num_run
+
+    def _has_row_budget(self, sequence: Sequence) -> bool:
+        """Tell whether the rows that a sequence may hold fit beside those that others may hold."""
+        others = sum(held for name, held in self._held_bytes.items() if name != sequence.request.request_id)
+        return not others or others + sequence.request.held_bytes <= self._config.row_budget_bytes
+
+    def _shares_a_running_prefill(self, sequence: Sequence) -> bool:
+        """Tell whether a running sequence is about to run a good part of this one's prompt."""
+        if not self._model.runner.is_batched:
+            return False
+        prompt = sequence.token_ids
+        return any(
+            each.num_left > 1
+            and common_prefix(each.token_ids, prompt)
+            >= max(each.num_run + 1, SHARED_PREFIX_SHARE * len(prompt))
+            for each in self._scheduler.running
+        )
+
     # One step.
 
     def _step(self, ready: list[Sequence]) -> None:
-        """Forward, sample and deliver one token of every ready sequence."""
-        rows: dict[Sequence, Tensor] = {}
-        for sequence in ready:
-            try:
-                rows[sequence] = self._forward(sequence)
-            except Exception as error:
-                self._fail(sequence, self._as_engine_error(error))
-        for sequence, row in list(rows.items()):
-            if fault := row_fault(row, sequence.request.row_dtype):
-                del rows[sequence]
-                self._fail(sequence, fault)
-        groups: defaultdict[SamplingParams, list[Sequence]] = defaultdict(list)
-        for sequence in rows:
-            groups[sequence.request.sampling].append(sequence)
+        """Run one decode pass and one chunk of prompts; choose and deliver the tokens that follow."""
+        self._has_failed = False
+        decoding = [(each, 1) for each in ready if each.num_left == 1]
+        prefilling = self._scheduler.next_chunks([each for each in ready if each.num_left > 1])
+        rows: list[tuple[Sequence, Tensor]] = []
+        for chunks in (decoding, prefilling):
+            rows += self._run(chunks)
+        for sequence, _ in rows:
+            if not sequence.prefilled_at:
+                sequence.prefilled_at = time.perf_counter()
+            sequence.max_batch_size = max(sequence.max_batch_size, len(rows))
+        rows = self._without_faults(rows)
+        groups: defaultdict[SamplingParams, list[tuple[Sequence, Tensor]]] = defaultdict(list)
+        for sequence, row in rows:
+            groups[sequence.request.sampling].append((sequence, row))
         delivery: Delivery = []
         for params, group in groups.items():
             try:
-                delivery += self._sample_group(params, group, rows)
+                delivery += self._sample_group(params, group)
             except Exception as error:
-                for sequence in group:
+                for sequence, _ in group:
                     self._fail(sequence, self._as_engine_error(error))
         self._deliver(delivery)
-        if rows:
+        if rows and not self._has_failed:
             self._on_step(None)
 
-    def _forward(self, sequence: Sequence) -> Tensor:
-        """Return the raw row (V,) that predicts the sequence's next token."""
-        runner = self._model.runner
-        if sequence.completion_token_ids:
-            return runner.decode(sequence.sequence_id, sequence.completion_token_ids[-1])
-        row = runner.prefill(sequence.sequence_id, sequence.request.prompt_token_ids)
-        sequence.prefilled_at = time.perf_counter()
-        return row
+    def _run(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, Tensor]]:
+        """Run so many tokens of each sequence; return the rows (V,) of those that have none left."""
+        # An earlier pass of this step may have made some of them leave, or make way.
+        chunks = [chunk for chunk in chunks if chunk[0] in self._scheduler.running]
+        if not chunks:
+            return []
+        if not self._model.runner.is_batched and len(chunks) > 1:
+            return [row for chunk in chunks for row in self._run([chunk])]
+        try:
+            logits = self._model.runner.forward(
+                [
+                    Chunk(each.sequence_id, each.token_ids[each.num_run : each.num_run + num])
+                    for each, num in chunks
+                ]
+            )  # (n, V)
+        except CacheFullError:
+            # The youngest is run again later, from its tokens. The others go on now: were they to wait for
+            # the next turn, it would be admitted again before the cache has grown.
+            self._preempt(self._scheduler.running[-1])
+            return self._run(chunks)
+        except Exception as error:
+            return self._survivors(chunks, error)
+        for sequence, num in chunks:
+            sequence.num_run += num
+        return [
+            (sequence, row)
+            for (sequence, _), row in zip(chunks, logits, strict=True)
+            if not sequence.num_left
+        ]
 
-    def _sample_group(
-        self, params: SamplingParams, group: list[Sequence], rows: Mapping[Sequence, Tensor]
-    ) -> Delivery:
+    def _survivors(
+        self, chunks: list[tuple[Sequence, int]], error: Exception
+    ) -> list[tuple[Sequence, Tensor]]:
+        """Fail whom an exception in a pass concerns; return the rows of the others."""
+        failure = self._as_engine_error(error)
+        if isinstance(failure, OutOfMemoryError) or len(chunks) == 1:
+            # The youngest makes room for the others, which start again from their tokens.
+            self._fail(chunks[-1][0], failure)
+            return []
+        # A pass that failed has left the cache as it was, so each can be tried alone.
+        return [row for chunk in chunks for row in self._run([chunk])]
+
+    def _without_faults(self, rows: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, Tensor]]:
+        """Fail the sequences whose rows cannot be served; return the others."""
+        good = []
+        for sequence, row in rows:
+            if fault := row_fault(row, sequence.request.row_dtype):
+                self._fail(sequence, fault)
+            else:
+                good.append((sequence, row))
+        return good
+
+    def _sample_group(self, params: SamplingParams, group: list[tuple[Sequence, Tensor]]) -> Delivery:
         """Choose the next token of sequences with equal settings, and make their events."""
-        logits = torch.stack([rows[sequence] for sequence in group])  # (B, V)
+        logits = torch.stack([row for _, row in group])  # (B, V)
         token_ids = sample(
             logits,
             params,
-            token_ids=[sequence.token_ids for sequence in group] if params.repetition_penalty != 1 else [],
-            generators=[sequence.generator for sequence in group],
+            token_ids=[sequence.token_ids for sequence, _ in group],
+            generators=[sequence.generator for sequence, _ in group],
             num_ids=self._model.tokenizer.vocab_size,
         )
         delivery: Delivery = []
-        for sequence, row, token_id in zip(group, logits, token_ids, strict=True):
-            sequence.max_batch_size = max(sequence.max_batch_size, len(rows))
-            sequence.completion_token_ids.append(token_id)
+        for (sequence, row), token_id in zip(group, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
             text, stopped = sequence.stop_checker.push(token_id)
             event = _token_event(sequence, row, token_id, text)
             sequence.outbox.count(event.num_bytes)
@@ -238,13 +329,25 @@ class Worker:
         if stopped is None:
             return [event]
         self._leave(sequence)
-        return [event, Finish(stopped.reason, stopped.stop_reason, sequence.timings())]
+        finish = Finish(stopped.reason, stopped.stop_reason, sequence.timings(), sequence.num_cached)
+        return [event, finish]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Let a running sequence make way; what it has run may be lost."""
+        self._model.runner.close(sequence.sequence_id)
+        sequence.num_run = 0
+        self._scheduler.preempt(sequence)
+        self._inbox.rejoined_queue()
 
     # Leaving.
 
-    def _drop_stalled(self) -> None:
-        """Give up the requests whose readers took nothing for too long."""
+    def _drop_late(self) -> None:
+        """Give up the requests whose time is over, or whose readers took nothing for too long."""
         now = time.perf_counter()
+        deadline_s = self._config.deadline_s
+        for sequence in list(self._scheduler) if deadline_s else ():
+            if now - sequence.submitted_at >= deadline_s:
+                self._fail(sequence, DeadlineError(f"the request was not done after {deadline_s:g} seconds"))
         for sequence in list(self._scheduler.running):
             since = sequence.paused_since
             if (
@@ -259,7 +362,7 @@ class Worker:
         """Free what a sequence holds."""
         if not self._scheduler.remove(sequence):
             self._inbox.left_queue()
-        self._model.runner.release(sequence.sequence_id)
+        self._model.runner.close(sequence.sequence_id)
 
     def _fail(self, sequence: Sequence, failure: EngineError) -> None:
         """End one sequence with a failure."""
@@ -269,12 +372,13 @@ class Worker:
             extra={"request_id": sequence.request.request_id, "failure": str(failure)},
         )
         self._leave(sequence)
-        self._on_loop(partial(sequence.outbox.fail, failure))
+        self._has_failed = True
         self._on_step(failure)
+        self._on_loop(partial(sequence.outbox.fail, failure))
 
     def _fail_all(self, failure: EngineError) -> None:
         """End every request that waits or runs, or is still on its way to this thread."""
-        outboxes = [each.outbox for each in (*self._scheduler.running, *self._scheduler.waiting)]
+        outboxes = [each.outbox for each in self._scheduler]
         outboxes += [command.outbox for command in self._inbox.close() if isinstance(command, Submit)]
         for outbox in outboxes:
             self._on_loop(partial(outbox.fail, failure))
@@ -286,6 +390,9 @@ class Worker:
         translated: EngineError
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             self._model.runner.recover()
+            # Recovery has emptied the caches; who is not to blame starts again from its tokens.
+            for sequence in list(reversed(self._scheduler.running)):
+                self._preempt(sequence)
             translated = OutOfMemoryError(OOM_REMEDIES)
         else:
             translated = StepError(f"a step failed with {type(error).__name__}")
@@ -296,6 +403,12 @@ class Worker:
         """Hand a step's events to the event loop, in one call for the whole batch."""
         if delivery:
             self._on_loop(partial(_deliver_all, delivery))
+
+
+def _mixed(seed: int) -> int:
+    """Return a seed in which every bit counts: torch's generator on the CPU looks at the low half only."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _deliver_all(delivery: Delivery) -> None:

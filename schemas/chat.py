@@ -47,8 +47,8 @@ class ChatRequest(WireRequest, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     seed: Int64 | None = None
     stop: StopString | StopStrings | None = None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None

@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from schemas.base import WireResponse
 
@@ -35,9 +34,9 @@ class Metadata(WireResponse, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(WireResponse, frozen=True, kw_only=True):
-    """Where the prompt's tokens came from."""
+    """How many of the prompt's tokens did not have to be run, since an earlier prompt began alike."""
 
-    cached_tokens: int = 0
+    cached_tokens: int
 
 
 class Usage(WireResponse, frozen=True, kw_only=True):
@@ -46,4 +45,4 @@ class Usage(WireResponse, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails

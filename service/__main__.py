@@ -41,7 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     logger.info(
         "settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()}
     )
-    return asyncio.run(run(settings, Engine(settings.engine_config(), load)))
+    engine = Engine(settings.engine_config(), load)
+    try:
+        code = asyncio.run(run(settings, engine))
+    except OSError as error:
+        print(
+            f"logitwire: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr
+        )
+        return 1
+    if engine.is_working:
+        # A worker in the middle of a load or a step cannot be stopped, and Python would abort over it.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

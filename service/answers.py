@@ -8,7 +8,7 @@ import asyncio
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -64,12 +64,14 @@ class GenerationAnswer(ABC):
                     (writing, leaving), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED
                 )
             if writing.done():
-                writing.result()
+                try:
+                    writing.result()
+                except TimeoutError:
+                    self._cut(scope)
             elif leaving.done():
-                telemetry.note(scope, outcome="client_left")
+                self._outcome = "client_left"
             else:
-                telemetry.note(scope, outcome="stalled")
-                scope["state"]["abort"]()
+                self._cut(scope)
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
             self._engine.cancel(self._request.request_id)
@@ -78,6 +80,31 @@ class GenerationAnswer(ABC):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._note(scope)
+
+    def _cut(self, scope: Scope) -> None:
+        """Give up a client that takes nothing."""
+        self._outcome = "stalled"
+        abort: Callable[[], None] = scope["state"]["abort"]
+        abort()
+
+    async def _send(self, send: Send, message: Any) -> None:
+        """Send a part of the answer.
+
+        Raises:
+            TimeoutError: The client took nothing for as long as a reader may stall.
+        """
+        async with asyncio.timeout(self._engine.config.stall_timeout_s):
+            await send(message)
+
+    async def _start(self, send: Send, media_type: str, **headers: str) -> None:
+        """Send the head of the answer."""
+        named = {"content-type": media_type, "vary": "accept", **headers}
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in named.items()]
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _send_piece(self, send: Send, piece: bytes | memoryview, *, is_last: bool = False) -> None:
+        """Send a part of the body."""
+        await self._send(send, {"type": "http.response.body", "body": piece, "more_body": not is_last})
 
     @abstractmethod
     async def _write(self, outbox: Outbox, send: Send) -> None:
@@ -92,9 +119,9 @@ class GenerationAnswer(ABC):
 
     def _note(self, scope: Scope) -> None:
         finish = self._answer.finish
-        scope["state"]["log"].setdefault("outcome", self._outcome)
         telemetry.note(
             scope,
+            outcome=self._outcome,
             prompt_tokens=len(self._plan.prompt_token_ids),
             completion_tokens=len(self._answer.token_ids),
         )
@@ -126,8 +153,8 @@ class JsonAnswer(GenerationAnswer):
         completion = self._answer.completion()
         if not self._plan.wants_rows:
             body = msgspec.json.encode(completion)
-            await _start(send, b"application/json", (b"content-length", str(len(body)).encode()))
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+            await self._start(send, "application/json", content_length=str(len(body)))
+            await self._send_piece(send, body, is_last=True)
             return
         # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
         # and never exist as text all at once.
@@ -140,13 +167,13 @@ class JsonAnswer(GenerationAnswer):
         )
         choices = [structs.replace(completion.choices[0], logits=block)]
         head, _, tail = msgspec.json.encode(structs.replace(completion, choices=choices)).partition(mark)
-        await _start(send, b"application/json")
-        await _send(send, head + b"[")
+        await self._start(send, "application/json")
+        await self._send_piece(send, head + b"[")
         for piece in _encoded_rows(self._answer.rows, self._plan.encoding):
-            await _send(send, piece)
+            await self._send_piece(send, piece)
             # A send to a fast reader does not suspend, and others want the loop too.
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"]" + tail, "more_body": False})
+        await self._send_piece(send, b"]" + tail, is_last=True)
 
 
 def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
@@ -169,40 +196,20 @@ class ArrowAnswer(GenerationAnswer):
             async for events in self._follow(outbox):
                 if not has_started:
                     # Not earlier: until the first row is there, a failure still has its own status.
-                    await _start(send, MEDIA_TYPE.encode(), *STREAM_HEADERS)
+                    await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
                     has_started = True
                 for piece in writer.write(events):  # type: ignore[arg-type]
-                    await _send(send, piece)
+                    await self._send_piece(send, piece)
         except EngineError as error:
             if not has_started:
                 raise
             self._outcome = "failed"
             logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
             for piece in writer.fail(encode_error(error)):
-                await _send(send, piece)
+                await self._send_piece(send, piece)
             # An answer that returns without its last chunk makes the server abort the connection, so no
             # client takes the rows that it has for all there are.
             return
         for piece in writer.end(self._answer.completion(num_rows=[writer.num_rows])):
-            await _send(send, piece)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-Header = tuple[bytes, bytes]
-
-STREAM_HEADERS: tuple[Header, ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-
-
-async def _start(send: Send, media_type: bytes, *headers: Header) -> None:
-    await send(
-        {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": [(b"content-type", media_type), (b"vary", b"accept"), *headers],
-        }
-    )
-
-
-async def _send(send: Send, piece: bytes | memoryview) -> None:
-    message: Any = {"type": "http.response.body", "body": piece, "more_body": True}
-    await send(message)
+            await self._send_piece(send, piece)
+        await self._send_piece(send, b"", is_last=True)

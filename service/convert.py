@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from engine.errors import ContextLengthError
 from engine.tokenizer import Tokenizer
 from engine.types import (
     Finish,
@@ -33,7 +34,7 @@ from schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
-from schemas.logits import LogitsEncoding, Metadata, Usage
+from schemas.logits import LogitsEncoding, Metadata, PromptTokensDetails, Usage
 from service.errors import Problem, ProblemsError, ServiceError
 from service.negotiate import Representation
 from service.settings import Settings
@@ -165,11 +166,12 @@ def _wants_entries(request: ChatRequest) -> bool:
     return bool(request.return_logprobs) if request.logprobs is None else request.logprobs
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """Return the prompt's ids. Takes long for long prompts: not for the event loop.
 
     Raises:
         InvalidRequestError: The chat template refuses the messages.
+        ContextLengthError: The text cannot fit the context, however well it is tokenised.
     """
     messages = [_template_message(message) for message in request.messages]
     template_kwargs = dict(request.chat_template_kwargs or {})
@@ -177,12 +179,17 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
         template_kwargs["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
     prompts = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    return tokenizer.render_chat(
+    text = tokenizer.render_chat(
         messages,
         add_generation_prompt=prompts,
         continue_final_message=continues,
         template_kwargs=template_kwargs,
     )
+    # Tokenising megabytes only to refuse them would take minutes and gigabytes.
+    least = -(-len(text) // tokenizer.max_token_length)
+    if least > max_model_len:
+        raise ContextLengthError(least, request.max_tokens, max_model_len)
+    return tokenizer.encode(text)
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
@@ -241,8 +248,13 @@ def plan_chat(
     max_tokens = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
-    if wants_rows:
+    held_bytes = 0
+    if plan.row_dtype is not None:
         max_tokens = _within_budget(max_tokens, plan, settings, is_arrow=is_arrow)
+        # A JSON answer keeps all its rows; an Arrow stream has some in its outbox only.
+        held_bytes = max_tokens * info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
+        if is_arrow:
+            held_bytes = min(held_bytes, settings.outbox_bytes)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return plan, GenerationRequest(
         request_id=plan.id,
@@ -257,6 +269,7 @@ def plan_chat(
         row_dtype=plan.row_dtype,
         logprobs=wants_entries or is_arrow,
         num_top_logprobs=plan.num_top_logprobs,
+        held_bytes=held_bytes,
     )
 
 
@@ -281,7 +294,7 @@ def _within_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is
         raise ServiceError(
             "logit_budget_exceeded",
             f"{max_tokens} rows would take {max_tokens * row_bytes:,} bytes; {name} allows {cap} rows here. "
-            "Lower max_tokens, or ask for an Arrow stream",
+            + ("Lower max_tokens" if name == "MAX_LOGIT_TOKENS" else "Ask for an Arrow stream"),
             "max_tokens",
         )
     return max_tokens
@@ -362,6 +375,7 @@ class ChatAnswer:
                 prompt_tokens=len(plan.prompt_token_ids),
                 completion_tokens=len(self.token_ids),
                 total_tokens=len(plan.prompt_token_ids) + len(self.token_ids),
+                prompt_tokens_details=PromptTokensDetails(cached_tokens=self.finish.num_cached),
             ),
             metadata=plan.metadata(stop_reason if isinstance(stop_reason, str) else None),
             prompt_token_ids=list(plan.prompt_token_ids) if plan.wants_token_ids else UNSET,

@@ -9,9 +9,12 @@ from litestar import Request
 from litestar.exceptions import InternalServerException
 
 from schemas.base import WireRequest
-from service.errors import Problem, ProblemsError, ServiceError, echo
+from service.errors import MAX_ECHO, Problem, ProblemsError, ServiceError, echo
 
 T = TypeVar("T", bound=WireRequest)
+
+MAX_DEPTH = 100
+"""Far below what Python's own recursion, here or in a template, can follow."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
 
@@ -83,9 +86,24 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise ProblemsError([Problem("malformed_json", f"the body is not valid JSON: {error}")]) from error
     except RecursionError as error:
         raise ProblemsError([Problem("malformed_json", "the body is nested too deeply")]) from error
+    if _is_deeper_than(raw, MAX_DEPTH):
+        raise ProblemsError([Problem("malformed_json", f"the body is nested more than {MAX_DEPTH} deep")])
     if not isinstance(raw, dict):
         raise ProblemsError([Problem("invalid_value", "the body must be a JSON object")])
     return raw
+
+
+def _is_deeper_than(value: Any, limit: int) -> bool:
+    """Tell whether lists and objects are nested deeper than so many levels; goes level by level."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 def _integral(value: Any) -> Any:
@@ -98,7 +116,7 @@ def _integral(value: Any) -> Any:
 
 
 def _unknown(name: str, fields: dict[str, Any]) -> Problem:
-    nearest = difflib.get_close_matches(name, fields, n=1)
+    nearest = difflib.get_close_matches(name[:MAX_ECHO], fields, n=1, cutoff=0.3)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return Problem("unknown_parameter", f"unknown field{hint}", echo(name))
 

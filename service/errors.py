@@ -1,6 +1,7 @@
 """From exception to answer: the one table, and the handlers that use it.
 
-Besides the engine's tree the service raises only :class:`ProblemsError` and :class:`ServiceError`.
+Besides the engine's tree the service raises :class:`ProblemsError`, :class:`ServiceError` and, for `/ready` only,
+:class:`NotReadyError`.
 """
 
 import logging
@@ -45,6 +46,10 @@ class ServiceError(Exception):
         self.param = param
 
 
+class NotReadyError(Exception):
+    """The cause, an engine's error, keeps the server from being ready: 503, whatever status it has elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """How one kind of failure is answered."""
@@ -68,6 +73,7 @@ ENGINE_ANSWERS: dict[type[engine_errors.EngineError], Answer] = {
     engine_errors.OutOfMemoryError: Answer(507, "out_of_memory", NO_RETRY),
     engine_errors.ModelFaultError: Answer(500, "non_finite_logits", NO_RETRY),
     engine_errors.LogitsOverflowError: Answer(500, "logits_overflow", NO_RETRY),
+    engine_errors.DeadlineError: Answer(504, "deadline_exceeded"),
     engine_errors.StalledReaderError: Answer(504, "deadline_exceeded"),
 }
 
@@ -113,6 +119,9 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
             return _envelope(status_of(first.code), first.code, text, first.param)
         case ServiceError():
             return _envelope(status_of(error.code), error.code, str(error), error.param)
+        case NotReadyError(__cause__=engine_errors.EngineError() as cause):
+            _, headers, envelope = describe(cause)
+            return 503, {"retry-after": "5"} | headers, envelope
         case engine_errors.EngineError():
             answer = next(ENGINE_ANSWERS[kind] for kind in type(error).__mro__ if kind in ENGINE_ANSWERS)
             param = getattr(error, "param", None)
@@ -153,10 +162,13 @@ def encode_error(error: BaseException) -> bytes:
 def handle(request: Request, error: Exception) -> Response[bytes]:  # type: ignore[type-arg]
     """Answer any exception; registered for all of them."""
     status, headers, envelope = describe(error)
-    if status >= 500 and not isinstance(error, engine_errors.UnavailableError):
+    if status >= 500 and not isinstance(error, engine_errors.UnavailableError | NotReadyError):
         logger.error("request failed", exc_info=error, extra={"path": request.url.path})
     return Response(
-        msgspec.json.encode(envelope), status_code=status, headers=headers, media_type=MediaType.JSON
+        msgspec.json.encode(envelope),
+        status_code=status,
+        headers={"vary": "accept", **headers},
+        media_type=MediaType.JSON,
     )
 
 

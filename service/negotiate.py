@@ -7,13 +7,10 @@ from service.errors import ServiceError, echo
 
 
 class Representation(Enum):
-    """The two forms of an answer; JSON covers server-sent events as well."""
+    """The two forms of an answer."""
 
     JSON = "application/json"
     ARROW = MEDIA_TYPE
-
-
-EVENT_STREAM = "text/event-stream"
 
 
 def negotiate(accept: str | None) -> Representation:
@@ -28,7 +25,7 @@ def negotiate(accept: str | None) -> Representation:
     ranges = [parsed for member in (accept or "").split(",") if (parsed := _parse(member))]
     if not ranges:
         return Representation.JSON
-    json_q = max(_quality(ranges, Representation.JSON.value), _quality(ranges, EVENT_STREAM))
+    json_q = _quality(ranges, Representation.JSON.value)
     arrow_q = _quality(ranges, MEDIA_TYPE)
     if json_q == arrow_q == 0:
         raise ServiceError(
@@ -38,7 +35,7 @@ def negotiate(accept: str | None) -> Representation:
         return Representation.ARROW
     # At equal weight a name is a wish, and a wildcard is none.
     named = {media_type for media_type, q in ranges if q > 0}
-    is_arrow_wish = MEDIA_TYPE in named and not named & {Representation.JSON.value, EVENT_STREAM}
+    is_arrow_wish = MEDIA_TYPE in named and Representation.JSON.value not in named
     return Representation.ARROW if is_arrow_wish and arrow_q == json_q else Representation.JSON
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from types import FrameType
 
 import uvicorn
@@ -12,6 +13,9 @@ from service.app import create_app
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 
 FAREWELL_S = 5
 """Seconds for failed answers to reach their clients at the end."""
@@ -28,14 +32,14 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening = asyncio.Event()
 
-    async def serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; returns after the drain."""
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)  # type: ignore[arg-type]
+        await super().serve(sockets)
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening."""
-        await super().startup(sockets)  # type: ignore[arg-type]
+        await super().startup(sockets)
         self._listening.set()
 
     async def address(self) -> str:
@@ -81,9 +85,16 @@ def build_server(settings: Settings, engine: Engine) -> DrainingServer:
 
 
 async def run(settings: Settings, engine: Engine) -> int:
-    """Serve until a signal; return the exit code."""
+    """Serve until a signal; return the exit code.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
     server = build_server(settings, engine)
-    serving = asyncio.ensure_future(server.serve())
+    # Here rather than in uvicorn, which would end the process with a trace if the port is taken.
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    serving = asyncio.ensure_future(server.serve([listener]))
     loading = asyncio.ensure_future(engine.wait_ready())
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
     code = 0

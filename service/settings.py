@@ -56,6 +56,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: Annotated[
         int, Meta(description="Requests that wait at most; more are refused with 503", ge=1)
     ] = EngineConfig.max_queue
+    prefill_chunk: Annotated[
+        int, Meta(description="Prompt tokens that are run between two decode steps", ge=1)
+    ] = EngineConfig.prefill_chunk
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(description="Bytes of the KV cache; 0 is 4 GiB on the CPU, 80 % of a GPU's free memory", ge=0),
+    ] = EngineConfig.kv_cache_bytes
+    row_budget_bytes: Annotated[
+        int, Meta(description="Bytes of rows that all running requests together may hold", ge=0)
+    ] = EngineConfig.row_budget_bytes
+    deadline: Annotated[
+        float, Meta(description="Seconds that a request may wait and run; 0 is no limit", ge=0)
+    ] = EngineConfig.deadline_s
     max_logit_tokens: Annotated[
         int, Meta(description="Rows of logits that one request may ask for", ge=1)
     ] = 4096
@@ -96,6 +109,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_batch_size=self.max_batch_size,
             max_queue=self.max_queue,
+            prefill_chunk=self.prefill_chunk,
+            kv_cache_bytes=self.kv_cache_bytes,
+            row_budget_bytes=self.row_budget_bytes,
+            deadline_s=self.deadline,
             outbox_bytes=self.outbox_bytes,
             stall_timeout_s=self.stall_timeout,
             threads=self.threads,

@@ -46,17 +46,15 @@ class RequestLog:
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         scope["state"]["abort"] = getattr(transport, "abort", lambda: None)
         method = scope["method"]
-        is_head = method == "HEAD"
-        if is_head:
-            scope["method"] = "GET"
+        if method == "HEAD":
+            # A copy: uvicorn reads its own, and leaves the body out of what it sends.
+            scope = {**scope, "method": "GET"}
         began = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            elif is_head and message["type"] == "http.response.body":
-                message["body"] = b""
             await send(message)
 
         try:
@@ -93,8 +91,14 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
-        extra = " ".join(f"{name}={value}" for name, value in _extra(record).items())
+        extra = " ".join(f"{name}={_on_one_line(value)}" for name, value in _extra(record).items())
         return f"{super().format(record)} {extra}".rstrip()
+
+
+def _on_one_line(value: object) -> str:
+    """Return a value such that it can neither begin a line nor move the cursor."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:

@@ -27,9 +27,9 @@ class HookedRunner(ScriptedRunner):
         self._hook(place, row)
         return row
 
-    def release(self, sequence_id: int) -> None:
+    def close(self, sequence_id: int) -> None:
         self.released.append(sequence_id)
-        super().release(sequence_id)
+        super().close(sequence_id)
 
 
 def hooked_load(

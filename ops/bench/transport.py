@@ -10,7 +10,7 @@ from engine.types import ModelInfo, RowDtype, TokenEvent
 from logitwire.arrow import read_table
 from ops.bench.bars import Bar, interleaved, seconds
 from schemas.chat import AssistantMessage, ChatChoice, ChatCompletion
-from schemas.logits import Usage
+from schemas.logits import PromptTokensDetails, Usage
 from service.arrow import RowWriter
 from service.convert import Plan
 
@@ -64,7 +64,12 @@ def _stream() -> list[memoryview]:
         created=0,
         model="x",
         choices=[choice],
-        usage=Usage(prompt_tokens=1, completion_tokens=NUM_ROWS, total_tokens=NUM_ROWS + 1),
+        usage=Usage(
+            prompt_tokens=1,
+            completion_tokens=NUM_ROWS,
+            total_tokens=NUM_ROWS + 1,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+        ),
         metadata=_plan().metadata(),
         rows=[NUM_ROWS],
     )

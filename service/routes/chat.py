@@ -32,7 +32,7 @@ async def create_chat_completion(
     if chat.model not in (None, served):
         raise ServiceError("model_not_found", f"this server has {served}", "model")
     check_chat(chat, form)
-    prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer)
+    prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len)
     plan, generation = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
     answer = ArrowAnswer if form is Representation.ARROW else JsonAnswer
     return answer(engine, plan, generation)

@@ -7,8 +7,10 @@ from litestar import get
 from litestar.di import NamedDependency
 
 from engine.engine import Engine
+from engine.errors import EngineError
 from schemas.health import Health, Readiness, Version
 from service import __version__
+from service.errors import NotReadyError
 
 
 @get("/health", operation_id="health")
@@ -20,9 +22,12 @@ async def health() -> Health:
 @get("/ready", operation_id="ready")
 async def ready(engine: NamedDependency[Engine]) -> Readiness:
     """Tell that the model is loaded and the last step succeeded; 503 with the reason otherwise."""
-    engine.check_ready()
-    if engine.last_failure is not None:
-        raise engine.last_failure
+    try:
+        engine.check_ready()
+        if engine.last_failure is not None:
+            raise engine.last_failure
+    except EngineError as error:
+        raise NotReadyError from error
     return Readiness(
         status="ready",
         model=engine.info.name,

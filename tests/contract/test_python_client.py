@@ -78,6 +78,20 @@ def test_float32_rows_and_no_rows(scripted: ServerThread) -> None:
     np.testing.assert_array_equal(none.logprobs, wide.logprobs)
 
 
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_compressed_rows_are_the_same(scripted: ServerThread, compression: str) -> None:
+    client = Client(scripted.url)
+    plain = client.chat(MESSAGES, temperature=0)
+    compressed = client.chat(MESSAGES, temperature=0, arrow_compression=compression)
+    np.testing.assert_array_equal(plain.logits, compressed.logits)
+    assert plain.tokens == compressed.tokens
+
+
+def test_a_dtype_that_there_is_not_is_refused(scripted: ServerThread) -> None:
+    with pytest.raises(ValueError, match="float64"):
+        Client(scripted.url).chat(MESSAGES, logits="float64")
+
+
 def test_other_fields_are_passed_on(scripted: ServerThread) -> None:
     result = Client(scripted.url).chat(
         MESSAGES, temperature=0, stop="from", repetition_penalty=1.0, model="scripted"

@@ -1,6 +1,7 @@
 """The server as any HTTP client sees it: statuses, envelopes, headers."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -160,6 +161,14 @@ def test_bodies_that_cannot_be_read_get_the_envelope(
     reply = scripted.request("POST", "/v1/chat/completions", body)
     assert (reply.status, reply.error["code"]) == (status, code)
     assert scripted.chat().status == 200
+
+
+def test_a_text_far_beyond_the_context_is_refused_without_tokenising_it(scripted: ServerThread) -> None:
+    began = time.perf_counter()
+    reply = scripted.chat(messages=[{"role": "user", "content": "a b " * 2_000_000}])
+    assert (reply.status, reply.error["code"]) == (413, "context_length_exceeded")
+    # Tokenising it takes minutes, so this is no matter of a slow machine.
+    assert time.perf_counter() - began < 20
 
 
 def test_a_body_over_the_limit_is_refused(serve: Serve) -> None:

@@ -1,5 +1,6 @@
 """Loading, leaving, stalling, stopping: what happens around requests."""
 
+import http.client
 import json
 import logging
 import socket
@@ -81,6 +82,34 @@ def test_health_answers_while_a_step_blocks(serve: Serve) -> None:
     assert replies[0].status == 200
 
 
+def test_head_leaves_the_connection_in_order(
+    scripted: ServerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection: http.client.HTTPConnection = scripted.connect()
+    for method, size in (("HEAD", 0), ("GET", 15), ("HEAD", 0)):
+        connection.request(method, "/health")
+        reply = Reply(connection.getresponse())
+        assert (reply.status, len(reply.body), reply.headers["content-length"]) == (200, size, "15")
+    connection.close()
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def test_a_step_that_failed_turns_ready_red_until_one_succeeds(serve: Serve) -> None:
+    failing = True
+
+    def hook(place: int, row: torch.Tensor) -> None:
+        if failing and place == 1:
+            raise RuntimeError("boom")
+
+    server = serve(hooked_load(hook))
+    assert server.chat().status == 500
+    reply = server.request("GET", "/ready")
+    assert (reply.status, reply.error["code"]) == (503, "internal_error")
+    failing = False
+    assert server.chat().status == 200
+    assert server.request("GET", "/ready").status == 200
+
+
 def test_a_full_queue_is_refused_at_once_and_says_when_to_come_back(serve: Serve) -> None:
     gate = Gate()
     server = serve(hooked_load(gate), max_queue=1, max_batch_size=1)
@@ -155,6 +184,18 @@ def test_a_reader_that_stalls_is_cut_and_others_go_on(serve: Serve) -> None:
     assert server.chat().status == 200
 
 
+@pytest.mark.parametrize("accept", ["application/json", ARROW])
+def test_a_reader_that_stalls_once_all_is_generated_is_cut_too(serve: Serve, accept: str) -> None:
+    vocab_size = 500_000
+    server = serve(hooked_load(vocab_size=vocab_size), stall_timeout=0.3)
+    connection = send_raw(server, accept, return_logits=True, max_tokens=9)
+    eventually(lambda: server.engine.num_requests == 1)
+    # All nine rows fit the outbox, and are more than the socket's buffers hold.
+    eventually(lambda: server.engine.num_requests == 0)
+    assert not drain(connection).endswith(b"0\r\n\r\n")
+    connection.close()
+
+
 def test_a_stopping_server_refuses_new_work_and_finishes_what_runs(serve: Serve) -> None:
     gate = Gate()
     server = serve(hooked_load(gate), drain_timeout=20)
@@ -179,6 +220,17 @@ def test_what_outlasts_the_drain_fails_loudly(serve: Serve) -> None:
     gate.opened.set()
     thread.join()
     assert (replies[0].status, replies[0].error["code"]) == (503, "shutting_down")
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(
+    scripted: ServerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "service.request")
+    scripted.request("GET", "/v1/models/x%0A99:99:99%20ERROR%20forged%00")
+    eventually(lambda: len(caplog.records) > 0)
+    lines = [TextFormatter().format(each) for each in caplog.records if each.name == "service.request"]
+    assert len(lines) == 1
+    assert lines[0].isprintable()
 
 
 def test_one_line_is_logged_per_request_with_its_id_and_no_prompt(

@@ -106,10 +106,13 @@ class Client:
             **options: Any other field of the request, such as ``repetition_penalty`` or ``model``.
 
         Raises:
+            ValueError: ``logits`` is none of its values.
             APIError: The server refused or failed the request.
             ConnectionFailedError: There was no answer.
             IncompleteStreamError: The answer broke off.
         """
+        if logits not in (None, *ENCODINGS):
+            raise ValueError(f"logits must be 'float16', 'float32' or None, not {logits!r}")
         body: dict[str, Any] = {
             "messages": messages,
             "max_tokens": max_tokens,
@@ -124,7 +127,9 @@ class Client:
             **options,
         }
         sent = {name: value for name, value in body.items() if value is not None}
-        table = self._post_for_table("/v1/chat/completions", sent, max_rows=max_tokens)
+        table = self._post_for_table(
+            "/v1/chat/completions", sent, max_rows=None if max_tokens is None else int(max_tokens)
+        )
         choice = table.end["choices"][0]
         return ChatResult(
             text=choice["message"]["content"],

@@ -336,14 +336,16 @@ async def outcome(outbox: Outbox) -> str | EngineError:
         return error
 
 
-def faulty(at: int, fault: Callable[[torch.Tensor], None]) -> Callable[[int, torch.Tensor], None]:
-    """Misbehave once, at a place of the script."""
-    has_happened = False
+def faulty(
+    at: int, fault: Callable[[torch.Tensor], None], times: int = 1
+) -> Callable[[int, torch.Tensor], None]:
+    """Misbehave at a place of the script, the first few times that it is reached."""
+    left = times
 
     def hook(place: int, row: torch.Tensor) -> None:
-        nonlocal has_happened
-        if place == at and not has_happened:
-            has_happened = True
+        nonlocal left
+        if place == at and left:
+            left -= 1
             fault(row)
 
     return hook
@@ -378,7 +380,9 @@ def filling(value: float) -> Callable[[torch.Tensor], None]:
 async def test_a_fault_fails_its_own_sequence_and_the_next_request_works(
     at: int, fault: Callable[[torch.Tensor], None], error: type[EngineError]
 ) -> None:
-    async with running(hooked_load(faulty(at, fault))) as engine:
+    # An exception in a pass of three rows has each tried alone, so that one must raise twice to fail.
+    times = 2 if at and error is StepError else 1
+    async with running(hooked_load(faulty(at, fault, times))) as engine:
         outboxes = [
             engine.submit(request(name, row_dtype=RowDtype.FLOAT16)) for name in ("one", "two", "three")
         ]
@@ -428,6 +432,7 @@ async def test_a_stopping_engine_fails_what_is_left() -> None:
         with pytest.raises(ShuttingDownError):
             engine.submit(request("late"))
         stopping = asyncio.ensure_future(engine.stop())
+        await asyncio.sleep(0)  # it has told the worker to stop, and waits for it
         gate.opened.set()
         await stopping
         assert [type(await outcome(outbox)) for outbox in outboxes] == [ShuttingDownError] * 2

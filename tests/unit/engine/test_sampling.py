@@ -18,7 +18,7 @@ params = st.builds(
     top_p=st.sampled_from([0.0, 1e-9, 0.5, 1.0]),
     top_k=st.sampled_from([0, 1, 5, 1000]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
-    repetition_penalty=st.sampled_from([0.5, 1.0, 2.0]),
+    repetition_penalty=st.sampled_from([5e-324, 1e-39, 0.5, 1.0, 2.0, 100.0]),
 )
 
 

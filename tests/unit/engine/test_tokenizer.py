@@ -58,13 +58,35 @@ def test_developer_becomes_system_where_the_template_does_not_know_it() -> None:
     as_developer = TOKENIZER.render_chat([{"role": "developer", "content": "x"}])
     assert as_developer == TOKENIZER.render_chat([{"role": "system", "content": "x"}])
     knows_it = byte_tokenizer("{% if messages[0]['role'] == 'developer' %}yes{% endif %}")
-    assert knows_it.decode(knows_it.render_chat([{"role": "developer", "content": "x"}])) == "yes"
+    assert knows_it.render_chat([{"role": "developer", "content": "x"}]) == "yes"
 
 
-def test_what_a_template_refuses_is_the_callers_fault() -> None:
-    strict = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        strict.render_chat([{"role": "user", "content": "x"}])
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content / 0 }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_what_a_template_refuses_is_the_callers_fault(template: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        byte_tokenizer(template).render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "add_generation_prompt"])
+def test_a_template_variable_cannot_replace_what_is_called(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        TOKENIZER.render_chat([{"role": "user", "content": "x"}], template_kwargs={name: "x"})
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_a_template_variable_reaches_the_template() -> None:
+    tokenizer = byte_tokenizer("{{ mood }}")
+    assert (
+        tokenizer.render_chat([{"role": "user", "content": "x"}], template_kwargs={"mood": "glad"}) == "glad"
+    )
 
 
 def test_no_spaces_are_cleaned_up() -> None:

@@ -50,6 +50,14 @@ def test_deep_nesting_is_malformed(opening: str, closing: str) -> None:
     assert [each.code for each in problems_of(body.encode())] == ["malformed_json"]
 
 
+@pytest.mark.parametrize("levels", [120, 600, 900])
+def test_nesting_that_python_could_just_follow_is_malformed_too(levels: int) -> None:
+    call = "[" * levels + "]" * levels
+    message = '{"role": "assistant", "content": null, "tool_calls": [{"a": ' + call + "}]}"
+    body = '{"messages": [' + message + "]}"
+    assert [each.code for each in problems_of(body.encode())] == ["malformed_json"]
+
+
 def test_a_body_that_is_no_object_is_an_invalid_value() -> None:
     assert [each.code for each in problems_of(b"[]")] == ["invalid_value"]
 
@@ -123,6 +131,7 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
     problem = problem_of(return_logit=True)
     assert (problem.code, problem.param) == ("unknown_parameter", "return_logit")
     assert "return_logits" in problem.message
+    assert "logits_encoding" in problem_of(logits_dtype="float16").message
 
 
 def test_every_problem_is_reported_once() -> None:

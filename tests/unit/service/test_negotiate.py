@@ -14,7 +14,6 @@ ARROW = "application/vnd.apache.arrow.stream"
         ("*/*", Representation.JSON),
         ("application/*", Representation.JSON),
         ("application/json", Representation.JSON),
-        ("text/event-stream", Representation.JSON),
         (";;q=abc,,", Representation.JSON),
         ("image/png, */*;q=0.1", Representation.JSON),
         (ARROW, Representation.ARROW),
@@ -26,13 +25,14 @@ ARROW = "application/vnd.apache.arrow.stream"
         (f"application/json, {ARROW}", Representation.JSON),
         (f"application/json;q=0, text/*;q=0, {ARROW};q=0.1", Representation.ARROW),
         ("application/json;q=0, application/*", Representation.ARROW),
+        ("application/json;q=0, */*", Representation.ARROW),
     ],
 )
 def test_accept_picks_a_form(accept: str | None, expected: Representation) -> None:
     assert negotiate(accept) is expected
 
 
-@pytest.mark.parametrize("accept", ["image/png", "*/*;q=0", f"{ARROW};q=0", "application/json;q=0"])
+@pytest.mark.parametrize("accept", ["image/png", "text/*", "*/*;q=0", f"{ARROW};q=0", "application/json;q=0"])
 def test_only_forms_that_are_not_served_are_refused(accept: str) -> None:
     with pytest.raises(ServiceError) as caught:
         negotiate(accept)
