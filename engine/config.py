@@ -16,6 +16,8 @@ class EngineConfig:
     quantization: str = ""
     """Empty, ``4bit`` or ``8bit``."""
     trust_remote_code: bool = False
+    pack_weights: bool = True
+    """Reorder float32 weights on the CPU for speed; takes as much memory again."""
     cache_dir: Path = Path("~/.cache/logitwire")
     """Where the embedded model is kept in converted form."""
     max_model_len: int = 0

@@ -177,13 +177,14 @@ def attention_masks(
     """Return what each query may look at: keys up to its own position, within the window if there is one.
 
     Args:
-        config: Of the model; says which kinds of layers there are, and how attention takes masks.
+        config: Of the model; says which kinds of layers there are.
         positions: int64 (n, T), on device.
         width: Keys per row.
-        dtype: Of the model, for masks that are added.
+        dtype: Of the model.
 
     Returns:
-        bool (n, 1, T, width), True = may look; or of ``dtype``, to be added, for eager attention. A dict by
+        ``dtype`` (n, 1, T, width), to be added to the scores: 0 = may look, else the lowest number. Every
+        kind of attention takes that, and a boolean mask would be turned into it once per layer. A dict by
         layer type, if the model wants one.
     """
     kinds = layer_kinds(config)
@@ -193,17 +194,9 @@ def attention_masks(
     distance = positions[:, None, :, None] - keys  # (n, 1, T, width)
     masks = {}
     for name in names:
-        allowed = distance >= 0
+        hidden = distance < 0
         if name == SLIDING:
-            allowed &= distance < config.get_text_config().sliding_window
-        masks[name] = allowed if _takes_bool(config) else _added(allowed, dtype)
+            hidden |= distance >= config.get_text_config().sliding_window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        masks[name] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
     return masks[kinds] if isinstance(kinds, str) else masks
-
-
-def _takes_bool(config: PretrainedConfig) -> bool:
-    return str(config._attn_implementation) != "eager"
-
-
-def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    lowest = torch.finfo(dtype).min
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, lowest)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner
 from engine.tokenizer import Tokenizer
 from engine.types import ModelInfo
@@ -93,6 +94,8 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
         **options,
     )
     model.eval()
+    if config.pack_weights:
+        logger.info("packed linear layers", extra={"layers": pack_linears(model)})
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     return (
         model_of(model, tokenizer, config),

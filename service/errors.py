@@ -1,6 +1,6 @@
 """From exception to answer: the one table, and the handlers that use it.
 
-Besides the engine's tree the service raises :class:`ProblemsError`, :class:`ServiceError` and, for `/ready` only,
+Besides the engine's tree the service raises :class:`ProblemsError`, :class:`ServiceError` and, for `/ready`,
 :class:`NotReadyError`.
 """
 
@@ -47,7 +47,7 @@ class ServiceError(Exception):
 
 
 class NotReadyError(Exception):
-    """The cause, an engine's error, keeps the server from being ready: 503, whatever status it has elsewhere."""
+    """The cause, an engine's error, keeps the server from being ready: 503, whatever it is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

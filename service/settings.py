@@ -41,6 +41,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[bool, Meta(description="Run code that a checkpoint brings")] = (
         EngineConfig.trust_remote_code
     )
+    pack_weights: Annotated[
+        bool, Meta(description="Reorder float32 weights on the CPU: twice as fast, twice the memory")
+    ] = EngineConfig.pack_weights
     cache_dir: Annotated[Path, Meta(description="Where the embedded model is kept in converted form")] = (
         EngineConfig.cache_dir
     )
@@ -105,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             attn_implementation=self.attn_implementation,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,
+            pack_weights=self.pack_weights,
             cache_dir=self.cache_dir,
             max_model_len=self.max_model_len,
             max_batch_size=self.max_batch_size,

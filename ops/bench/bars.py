@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-REPEATS = 5
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure: threads of the model on both sides, and how often."""
+
+    threads: int
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(calls: Sequence[Callable[[], float]], repeats: int = REPEATS) -> list[float]:
+def interleaved(calls: Sequence[Callable[[], float]], repeats: int) -> list[float]:
     """Return the median of each call's result; the calls take turns, so that a noisy spell hits all alike."""
     results: list[list[float]] = [[] for _ in calls]
     for call in calls:

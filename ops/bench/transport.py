@@ -8,7 +8,7 @@ import numpy as np
 from engine.fake import byte_tokenizer
 from engine.types import ModelInfo, RowDtype, TokenEvent
 from logitwire.arrow import read_table
-from ops.bench.bars import Bar, interleaved, seconds
+from ops.bench.bars import Bar, Options, interleaved, seconds
 from schemas.chat import AssistantMessage, ChatChoice, ChatCompletion
 from schemas.logits import PromptTokensDetails, Usage
 from service.arrow import RowWriter
@@ -18,9 +18,9 @@ VOCAB_SIZE = 152_064
 NUM_ROWS = 64
 
 
-def run(threads: int) -> list[Bar]:
+def run(options: Options) -> list[Bar]:
     """Measure encoding and decoding of rows, without a socket."""
-    encode_s, decode_s = interleaved([_encode, _decoder()])
+    encode_s, decode_s = interleaved([_encode, _decoder()], options.repeats)
     per_row_ms = (encode_s + decode_s) / NUM_ROWS * 1000
     encode_ms, decode_ms = encode_s / NUM_ROWS * 1000, decode_s / NUM_ROWS * 1000
     note = f"V = {VOCAB_SIZE:,}, float16: encode {encode_ms:.3f} ms, decode {decode_ms:.3f} ms"
