@@ -195,7 +195,7 @@ class Engine:
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         vocab_size = self.info.vocab_size
-        for name in ("prompt_token_ids", "stop_token_ids"):
+        for name in ("prompt_token_ids", "stop_token_ids", "logit_token_ids"):
             ids = getattr(request, name)
             if bad := [each for each in ids if not 0 <= each < vocab_size]:
                 raise InvalidRequestError(f"token id {bad[0]} is not in 0..{vocab_size - 1}", name)

@@ -65,7 +65,7 @@ class ScriptedRunner:
         self.dtype = str(dtype).removeprefix("torch.")
         self.device = torch.device("cpu")
 
-    def open(self, sequence_id: int, token_ids: Sequence[int]) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
         """Remember where the prompt ends; see :class:`engine.runner.Runner`."""
         self._num_prompt.setdefault(sequence_id, len(token_ids))
         self._num_run[sequence_id] = 0
@@ -81,6 +81,12 @@ class ScriptedRunner:
         for chunk in chunks:
             self._num_run[chunk.sequence_id] += len(chunk.token_ids)
         return torch.stack(rows)
+
+    def forward_all(self, chunk: Chunk) -> Tensor:
+        """Return arbitrary rows for the prompt, and the script's first one behind it."""
+        num = len(chunk.token_ids)
+        rows = [self._pool[(place + 1) % ROWS_IN_POOL] for place in range(num - 1)]
+        return torch.stack([*rows, self.forward([chunk])[0]])
 
     def close(self, sequence_id: int) -> None:
         """Forget where a sequence was, but not where its prompt ends: it may have to start again."""

@@ -43,8 +43,13 @@ class Runner(Protocol):
     device: torch.device
     is_batched: bool
 
-    def open(self, sequence_id: int, token_ids: Sequence[int]) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
         """Make a place for a sequence that is going to run these tokens.
+
+        Args:
+            sequence_id: A new one.
+            token_ids: At least one.
+            may_reuse: Whether to start from what other sequences have run.
 
         Returns:
             How many of the first tokens need not be run, since their keys and values are known; always fewer
@@ -66,6 +71,14 @@ class Runner(Protocol):
         """
         ...
 
+    def forward_all(self, chunk: Chunk) -> Tensor:
+        """Run more tokens of one sequence, like :meth:`forward`.
+
+        Returns:
+            (T, V), on device: row i is the raw distribution behind token i of the chunk.
+        """
+        ...
+
     def close(self, sequence_id: int) -> None:
         """Free the place of a sequence, if it has one. What it ran may serve a later sequence."""
         ...
@@ -83,20 +96,21 @@ class _ModelForward:
         parameters = inspect.signature(model.forward).parameters
         # Transformers 5.24 renamed the argument; both names work here.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._keeps_some = "logits_to_keep" in parameters
         self.takes_positions = "position_ids" in parameters
 
-    def __call__(self, input_ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
-        """Return the raw rows (n, V) behind the last column of ``input_ids`` (n, T)."""
+    def __call__(self, input_ids: Tensor, cache: Any, *, keep: int = 1, **arguments: Any) -> Tensor:
+        """Return the raw rows (n, keep, V) behind the last columns of ``input_ids`` (n, T)."""
+        if self._keeps_some:
+            arguments["logits_to_keep"] = keep
         with torch.inference_mode():
             output = self._model(
                 input_ids=input_ids,
                 use_cache=True,
                 **{self._cache_name: cache},
-                **self._last_only,
                 **arguments,
             )
-        rows: Tensor = output.logits[:, -1]
+        rows: Tensor = output.logits[:, -keep:]
         return rows
 
 
@@ -116,18 +130,23 @@ class OneAtATimeRunner:
         self.vocab_size = row.shape[-1]
         self.dtype = str(row.dtype).removeprefix("torch.")
 
-    def open(self, sequence_id: int, token_ids: Sequence[int]) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
         """Give a sequence an empty cache; see :class:`Runner`."""
         self._caches[sequence_id] = DynamicCache(config=self._config)
         return 0
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run one sequence after the other; see :class:`Runner`."""
-        rows = []
-        for chunk in chunks:
-            input_ids = torch.tensor([list(chunk.token_ids)], device=self.device)  # (1, T)
-            rows.append(self._forward(input_ids, self._caches[chunk.sequence_id]))
-        return torch.cat(rows)
+        return torch.cat([self._run(chunk, keep=1) for chunk in chunks])
+
+    def forward_all(self, chunk: Chunk) -> Tensor:
+        """Run one sequence, and keep all rows; see :class:`Runner`."""
+        return self._run(chunk, keep=len(chunk.token_ids))
+
+    def _run(self, chunk: Chunk, *, keep: int) -> Tensor:
+        """Run one sequence; return the last rows (keep, V)."""
+        input_ids = torch.tensor([list(chunk.token_ids)], device=self.device)  # (1, T)
+        return self._forward(input_ids, self._caches[chunk.sequence_id], keep=keep)[0]
 
     def close(self, sequence_id: int) -> None:
         """Drop a sequence's cache."""
@@ -191,11 +210,11 @@ class SlotRunner:
 
     # Places.
 
-    def open(self, sequence_id: int, token_ids: Sequence[int]) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
         """Take a slot, with as many known tokens as can be found; see :class:`Runner`."""
         if self._place and not self._fits(len(self._place) + 1, len(token_ids)):
             raise CacheFullError
-        source, common = self._best_prefix(token_ids)
+        source, common = self._best_prefix(token_ids) if may_reuse else (None, 0)
         target = self._free_slot(len(token_ids), source, common)
         slot = self._slots[target]
         if source is not None and source != target:
@@ -284,6 +303,14 @@ class SlotRunner:
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run all chunks in one pass; see :class:`Runner`."""
+        return self._run(chunks, keep=1)[:, 0]
+
+    def forward_all(self, chunk: Chunk) -> Tensor:
+        """Run one chunk, and keep all rows; see :class:`Runner`."""
+        return self._run([chunk], keep=len(chunk.token_ids))[0]
+
+    def _run(self, chunks: Sequence[Chunk], *, keep: int) -> Tensor:
+        """Run all chunks in one pass; return the last rows of each, (n, keep, V)."""
         if all(len(chunk.token_ids) == 1 for chunk in chunks):
             # A pass of a few long chunks would gain less from this than the moves cost.
             self._compact([chunk.sequence_id for chunk in chunks])
@@ -303,7 +330,7 @@ class SlotRunner:
         positions = (ends[:, None] - longest + columns).clamp(min=0)  # (n, T)
         self._cache.begin(Pass(slots, starts, lengths, width))
         masks = attention_masks(self._config, positions, width, self._dtype)
-        rows = self._forward(input_ids, self._cache, position_ids=positions, attention_mask=masks)
+        rows = self._forward(input_ids, self._cache, keep=keep, position_ids=positions, attention_mask=masks)
         for slot, chunk in zip(slots, ordered, strict=True):
             self._slots[slot].token_ids += chunk.token_ids
         if order == sorted(order):

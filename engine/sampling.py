@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from engine.errors import LogitsOverflowError, ModelFaultError, NonFiniteLogitsError
-from engine.types import RowDtype, SamplingParams, TopLogprobs
+from engine.types import RowDtype, SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a draw is the argmax: the gap of two float32 logits, divided by it, underflows softmax."""
@@ -108,12 +108,6 @@ def raw_logprobs(logits: Tensor) -> Tensor:
         float32 (B, V), on device.
     """
     return torch.log_softmax(logits.float(), dim=-1)
-
-
-def top_logprobs(logprobs: Tensor, num: int) -> TopLogprobs:
-    """Return the best ``num`` entries of one row of :func:`raw_logprobs`, best first."""
-    values, token_ids = torch.topk(logprobs, min(num, logprobs.shape[-1]))
-    return TopLogprobs(token_ids.tolist(), values.tolist())
 
 
 def row_fault(row: Tensor, dtype: RowDtype | None) -> ModelFaultError | None:

@@ -18,6 +18,7 @@ class Sequence:
         sequence_id: Names the KV cache in the runner.
         token_ids: Prompt and completion so far.
         num_run: How many of those have been run, so that their keys and values are in the cache.
+        num_prompt_rows: How many rows of the prompt have been delivered.
         num_cached: How many prompt tokens an earlier sequence had run.
         paused_since: When its outbox was first found full; ``None`` while it has room.
     """
@@ -31,6 +32,7 @@ class Sequence:
     token_ids: list[int]
     num_run: int = 0
     num_cached: int = 0
+    num_prompt_rows: int = 0
     admitted_at: float = 0.0
     prefilled_at: float = 0.0
     max_batch_size: int = 0
@@ -40,6 +42,12 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens to run before the next one can be chosen."""
         return len(self.token_ids) - self.num_run
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Tell whether rows of the prompt are still to be delivered."""
+        num_rows = len(self.request.prompt_token_ids) - 1
+        return self.request.prompt_row_dtype is not None and self.num_prompt_rows < num_rows
 
     def timings(self) -> Timings:
         """Return where the time went, up to now."""

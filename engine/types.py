@@ -57,6 +57,9 @@ class GenerationRequest:
         row_dtype: Ask for the raw row of every token, in this dtype.
         logprobs: Ask for the logprob of every token.
         num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
+        token_stats: Ask for the statistics of every row; brings the logprob along.
+        logit_token_ids: Ask for these columns of every row.
+        prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
     """
 
@@ -72,6 +75,9 @@ class GenerationRequest:
     row_dtype: RowDtype | None = None
     logprobs: bool = False
     num_top_logprobs: int = 0
+    token_stats: bool = False
+    logit_token_ids: tuple[int, ...] = ()
+    prompt_row_dtype: RowDtype | None = None
     held_bytes: int = 0
 
 
@@ -84,8 +90,25 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Statistics of one raw row, exact over all of V.
+
+    Attributes:
+        entropy: Of its softmax, in nats.
+        logsumexp: The logarithm of the softmax's denominator.
+        rank: Of the token: one more than the number of larger logits, so 1 is the argmax.
+        margin: The largest logit less the second.
+    """
+
+    entropy: float
+    logsumexp: float
+    rank: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token.
+    """One generated token; or, before those, one token of the prompt with the row that predicts it.
 
     Attributes:
         token_id: The token that was chosen.
@@ -93,6 +116,9 @@ class TokenEvent:
         logprob: float32 log-softmax of the raw row over all of V, at ``token_id``; if asked for.
         top_logprobs: From the same log-softmax; if asked for.
         row: (V,) float16 or float32, read-only: the raw distribution that produced ``token_id``.
+        stats: Of that row; if asked for.
+        selected: float32 (k,), read-only: the row at the ids asked for.
+        is_prompt: Whether it is a token of the prompt.
     """
 
     token_id: int
@@ -100,6 +126,9 @@ class TokenEvent:
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     row: NDArray[np.floating] | None = None
+    stats: TokenStats | None = None
+    selected: NDArray[np.float32] | None = None
+    is_prompt: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -9,12 +9,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -29,13 +27,14 @@ from engine.errors import (
 )
 from engine.inbox import Cancel, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
+from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
-from engine.sampling import raw_logprobs, row_fault, sample, top_logprobs
+from engine.sampling import row_fault, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stopping import StopChecker, Stopped
 from engine.tokenizer import Tokenizer
-from engine.types import Finish, FinishReason, RowDtype, SamplingParams, TokenEvent
+from engine.types import Finish, FinishReason, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +58,9 @@ Delivery = list[tuple[Outbox, list[Event]]]
 
 POLL_S = 0.01
 """How often a full cache is looked at while every running sequence is paused."""
+
+PROMPT_ROWS = 64
+"""Rows of a prompt that exist at once; a long prompt's would not fit."""
 
 SHARED_PREFIX_SHARE = 0.5
 """A sequence waits for another one's prefill, if that is going to run this much of its own prompt."""
@@ -197,7 +199,10 @@ class Worker:
             if not self._has_row_budget(sequence) or self._shares_a_running_prefill(sequence):
                 return
             try:
-                sequence.num_run = self._model.runner.open(sequence.sequence_id, sequence.token_ids)
+                # Rows that are wanted must be run, whoever has run them before.
+                sequence.num_run = self._model.runner.open(
+                    sequence.sequence_id, sequence.token_ids, may_reuse=not sequence.wants_prompt_rows
+                )
             except CacheFullError:
                 return
             self._scheduler.admit()
@@ -214,7 +219,7 @@ class Worker:
 
     def _shares_a_running_prefill(self, sequence: Sequence) -> bool:
         """Tell whether a running sequence is about to run a good part of this one's prompt."""
-        if not self._model.runner.is_batched:
+        if not self._model.runner.is_batched or sequence.wants_prompt_rows:
             return False
         prompt = sequence.token_ids
         return any(
@@ -229,11 +234,7 @@ class Worker:
     def _step(self, ready: list[Sequence]) -> None:
         """Run one decode pass and one chunk of prompts; choose and deliver the tokens that follow."""
         self._has_failed = False
-        decoding = [(each, 1) for each in ready if each.num_left == 1]
-        prefilling = self._scheduler.next_chunks([each for each in ready if each.num_left > 1])
-        rows: list[tuple[Sequence, Tensor]] = []
-        for chunks in (decoding, prefilling):
-            rows += self._run(chunks)
+        rows = self._forward(ready)
         for sequence, _ in rows:
             if not sequence.prefilled_at:
                 sequence.prefilled_at = time.perf_counter()
@@ -242,16 +243,29 @@ class Worker:
         groups: defaultdict[SamplingParams, list[tuple[Sequence, Tensor]]] = defaultdict(list)
         for sequence, row in rows:
             groups[sequence.request.sampling].append((sequence, row))
-        delivery: Delivery = []
+        chosen: list[tuple[Sequence, Tensor, int]] = []
         for params, group in groups.items():
             try:
-                delivery += self._sample_group(params, group)
+                chosen += self._sample_group(params, group)
             except Exception as error:
                 for sequence, _ in group:
                     self._fail(sequence, self._as_engine_error(error))
-        self._deliver(delivery)
+        if chosen:
+            self._emit(chosen)
         if rows and not self._has_failed:
             self._on_step(None)
+
+    def _forward(self, ready: list[Sequence]) -> list[tuple[Sequence, Tensor]]:
+        """Run the step's passes; return the rows (V,) of all sequences that have no token left to run."""
+        decoding = [(each, 1) for each in ready if each.num_left == 1]
+        prefilling = [each for each in ready if each.num_left > 1]
+        rows = self._run(decoding)
+        rows += self._run(
+            self._scheduler.next_chunks([each for each in prefilling if not each.wants_prompt_rows])
+        )
+        for sequence in [each for each in prefilling if each.wants_prompt_rows][:1]:
+            rows += self._run_prompt_rows(sequence)
+        return rows
 
     def _run(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, Tensor]]:
         """Run so many tokens of each sequence; return the rows (V,) of those that have none left."""
@@ -283,6 +297,56 @@ class Worker:
             if not sequence.num_left
         ]
 
+    def _run_prompt_rows(self, sequence: Sequence) -> list[tuple[Sequence, Tensor]]:
+        """Run a chunk of a prompt whose rows are wanted, and deliver those; return the row behind its end."""
+        if sequence not in self._scheduler.running:
+            return []
+        num = min(sequence.num_left, self._config.prefill_chunk, PROMPT_ROWS)
+        start, token_ids = sequence.num_run, sequence.token_ids
+        try:
+            logits = self._model.runner.forward_all(
+                Chunk(sequence.sequence_id, token_ids[start : start + num])
+            )  # (T, V)
+        except CacheFullError:
+            self._preempt(self._scheduler.running[-1])
+            return self._run_prompt_rows(sequence)
+        except Exception as error:
+            return self._survivors([(sequence, num)], error)
+        sequence.num_run += num
+        # Row i predicts token start + i + 1. A sequence that had to make way has delivered the first ones.
+        num_prompt = len(sequence.request.prompt_token_ids)
+        places = range(max(start, sequence.num_prompt_rows), min(start + num, num_prompt - 1))
+        wanted = [logits[place - start] for place in places]
+        request = replace(
+            sequence.request,
+            row_dtype=sequence.request.prompt_row_dtype,
+            logprobs=True,
+            num_top_logprobs=0,
+        )
+        for row in wanted:
+            if fault := row_fault(row, request.row_dtype):
+                self._fail(sequence, fault)
+                return []
+        if wanted:
+            ids = [token_ids[place + 1] for place in places]
+            extracts = Extracts(torch.stack(wanted), ids, [request] * len(ids))
+            events: list[Event] = [
+                TokenEvent(
+                    token_id,
+                    "",
+                    extracts.logprobs.get(place),
+                    row=extracts.rows.get(place),
+                    stats=extracts.stats.get(place),
+                    selected=extracts.selected.get(place),
+                    is_prompt=True,
+                )
+                for place, token_id in enumerate(ids)
+            ]
+            sequence.num_prompt_rows += len(events)
+            sequence.outbox.count(sum(each.num_bytes for each in events if isinstance(each, TokenEvent)))
+            self._deliver([(sequence.outbox, events)])
+        return [] if sequence.num_left else [(sequence, logits[-1])]
+
     def _survivors(
         self, chunks: list[tuple[Sequence, int]], error: Exception
     ) -> list[tuple[Sequence, Tensor]]:
@@ -305,24 +369,48 @@ class Worker:
                 good.append((sequence, row))
         return good
 
-    def _sample_group(self, params: SamplingParams, group: list[tuple[Sequence, Tensor]]) -> Delivery:
-        """Choose the next token of sequences with equal settings, and make their events."""
-        logits = torch.stack([row for _, row in group])  # (B, V)
+    def _sample_group(
+        self, params: SamplingParams, group: list[tuple[Sequence, Tensor]]
+    ) -> list[tuple[Sequence, Tensor, int]]:
+        """Choose the next token of sequences with equal settings."""
         token_ids = sample(
-            logits,
+            torch.stack([row for _, row in group]),  # (B, V)
             params,
             token_ids=[sequence.token_ids for sequence, _ in group],
             generators=[sequence.generator for sequence, _ in group],
             num_ids=self._model.tokenizer.vocab_size,
         )
+        return [(sequence, row, token_id) for (sequence, row), token_id in zip(group, token_ids, strict=True)]
+
+    def _emit(self, chosen: list[tuple[Sequence, Tensor, int]]) -> None:
+        """Append the chosen tokens, and deliver them with what their requests asked for."""
+        try:
+            extracts = Extracts(
+                torch.stack([row for _, row, _ in chosen]),  # (B, V)
+                [token_id for _, _, token_id in chosen],
+                [sequence.request for sequence, _, _ in chosen],
+            )
+        except Exception as error:
+            failure = self._as_engine_error(error)
+            for sequence, _, _ in chosen:
+                self._fail(sequence, failure)
+            return
         delivery: Delivery = []
-        for (sequence, row), token_id in zip(group, token_ids, strict=True):
+        for place, (sequence, _, token_id) in enumerate(chosen):
             sequence.token_ids.append(token_id)
             text, stopped = sequence.stop_checker.push(token_id)
-            event = _token_event(sequence, row, token_id, text)
+            event = TokenEvent(
+                token_id,
+                text,
+                extracts.logprobs.get(place),
+                extracts.top_logprobs.get(place),
+                extracts.rows.get(place),
+                extracts.stats.get(place),
+                extracts.selected.get(place),
+            )
             sequence.outbox.count(event.num_bytes)
             delivery.append((sequence.outbox, self._events(sequence, event, stopped)))
-        return delivery
+        self._deliver(delivery)
 
     def _events(self, sequence: Sequence, event: TokenEvent, stopped: Stopped | None) -> list[Event]:
         """Return what a step delivers for one sequence, and let it leave if it has ended."""
@@ -414,30 +502,9 @@ def _mixed(seed: int) -> int:
 def _deliver_all(delivery: Delivery) -> None:
     """Put events into their outboxes; runs on the event loop."""
     for outbox, events in delivery:
-        outbox.deliver(events)
-
-
-def _token_event(sequence: Sequence, row: Tensor, token_id: int, text: str) -> TokenEvent:
-    """Make the event of one token, computing only what its request asked for."""
-    request = sequence.request
-    if not request.logprobs:
-        return TokenEvent(token_id, text, row=_wire_row(row, request.row_dtype))
-    logprobs = raw_logprobs(row[None])[0]  # (V,)
-    alternatives = top_logprobs(logprobs, request.num_top_logprobs) if request.num_top_logprobs else None
-    return TokenEvent(
-        token_id,
-        text,
-        logprob=float(logprobs[token_id]),
-        top_logprobs=alternatives,
-        row=_wire_row(row, request.row_dtype),
-    )
-
-
-def _wire_row(row: Tensor, dtype: RowDtype | None) -> NDArray[np.floating] | None:
-    """Cast a raw row on its device and copy it to host memory that nobody else writes."""
-    if dtype is None:
-        return None
-    target = torch.float16 if dtype is RowDtype.FLOAT16 else torch.float32
-    host: NDArray[np.floating] = row.to(target, copy=True).cpu().numpy()
-    host.flags.writeable = False
-    return host
+        try:
+            outbox.deliver(events)
+        except Exception as error:
+            # Its neighbours in the batch must not miss theirs.
+            logger.error("delivery failed", exc_info=error)
+            outbox.fail(StepError(f"delivery failed with {type(error).__name__}"))

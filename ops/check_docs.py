@@ -9,7 +9,7 @@ from service.settings import settings_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "clients/python/README.md")
-BEGIN, END = "<!-- settings -->\n", "\n<!-- /settings -->"
+BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 
 _PATH = re.compile(r"`((?:service|schemas|engine|clients|ops|tests|\.ci)/[\w./-]*)`")
 _RECIPE = re.compile(r"(?:\./ops/just|\bjust) ([a-z][a-z-]*)\b")
@@ -43,10 +43,13 @@ def faults_of(name: str, text: str, recipes: set[str]) -> list[str]:
 
 
 def with_table(text: str) -> str:
-    """Return a document with the current settings table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + settings_table() + END + after
+    """Return a document with the current settings table between its marks.
+
+    Raises:
+        ValueError: One of the marks is missing.
+    """
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    return f"{before}{BEGIN}\n\n{settings_table()}\n\n{after}"
 
 
 if __name__ == "__main__":

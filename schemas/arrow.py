@@ -14,13 +14,22 @@ ERROR_KEY = b"logitwire.error"
 """Custom metadata of the last, empty batch of a failed stream: the error envelope, as JSON."""
 
 
-def row_schema(vocab_size: int, dtype: str | None, response: bytes) -> pa.Schema:
+def row_schema(
+    vocab_size: int,
+    dtype: str | None,
+    response: bytes,
+    *,
+    has_stats: bool = False,
+    num_selected: int = 0,
+) -> pa.Schema:
     """Return the schema of one answer.
 
     Args:
         vocab_size: V, the fixed length of a ``logits`` value.
         dtype: ``float16`` or ``float32``, of the ``logits`` column; ``None`` leaves the column out.
         response: The value under :data:`RESPONSE_KEY`.
+        has_stats: Adds the four columns of statistics.
+        num_selected: Length of a ``selected_logits`` value; 0 leaves the column out.
 
     Returns:
         A schema with ``logits`` last, so that a batch ends with its rows, contiguous.
@@ -33,8 +42,17 @@ def row_schema(vocab_size: int, dtype: str | None, response: bytes) -> pa.Schema
         pa.field("token", pa.utf8(), nullable=False),
         pa.field("token_bytes", pa.binary(), nullable=False),
         pa.field("logprob", pa.float32(), nullable=False),
-        pa.field("finish_reason", pa.utf8()),
     ]
+    if has_stats:
+        fields += [
+            pa.field("entropy", pa.float32(), nullable=False),
+            pa.field("logsumexp", pa.float32(), nullable=False),
+            pa.field("rank", pa.int32(), nullable=False),
+            pa.field("margin", pa.float32(), nullable=False),
+        ]
+    fields.append(pa.field("finish_reason", pa.utf8()))
+    if num_selected:
+        fields.append(pa.field("selected_logits", pa.list_(pa.float32(), num_selected), nullable=False))
     if dtype is not None:
         value = pa.float16() if dtype == "float16" else pa.float32()
         fields.append(pa.field("logits", pa.list_(value, vocab_size), nullable=False))

@@ -15,7 +15,14 @@ from schemas.base import (
     WireRequest,
     WireResponse,
 )
-from schemas.logits import LogitsBlock, LogitsEncoding, Metadata, Usage
+from schemas.logits import (
+    LogitsBlock,
+    LogitsEncoding,
+    Metadata,
+    SelectedLogits,
+    TokenStatsBlock,
+    Usage,
+)
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -143,6 +150,8 @@ class ChatChoice(WireResponse, frozen=True, kw_only=True):
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
     logits: LogitsBlock | UnsetType = UNSET
+    selected_logits: SelectedLogits | UnsetType = UNSET
+    token_stats: TokenStatsBlock | UnsetType = UNSET
 
 
 class ChatCompletion(WireResponse, frozen=True, kw_only=True):
@@ -156,4 +165,5 @@ class ChatCompletion(WireResponse, frozen=True, kw_only=True):
     usage: Usage
     metadata: Metadata
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logits: LogitsBlock | UnsetType = UNSET
     rows: list[int] | UnsetType = UNSET

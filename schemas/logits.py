@@ -21,6 +21,26 @@ class LogitsBlock(WireResponse, frozen=True, kw_only=True):
     data: list[Any] | msgspec.Raw
 
 
+class SelectedLogits(WireResponse, frozen=True, kw_only=True):
+    """Some columns of the raw rows of one choice; ``values[t][k]`` is float32, at ``token_ids[k]``."""
+
+    token_ids: list[int]
+    values: list[list[float | None]]
+
+
+class TokenStatsBlock(WireResponse, frozen=True, kw_only=True):
+    """Statistics of the raw rows of one choice, exact over the whole row, one value per generated token.
+
+    ``entropy`` is in nats; ``rank`` is that of the emitted token, 1 = argmax; ``margin`` is the largest logit
+    less the second.
+    """
+
+    entropy: list[float]
+    logsumexp: list[float]
+    rank: list[int]
+    margin: list[float | None]
+
+
 class Metadata(WireResponse, frozen=True, kw_only=True):
     """How to read the numbers of an answer. ``stop_sequence_hit`` is that of choice 0."""
 

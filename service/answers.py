@@ -8,7 +8,7 @@ import asyncio
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.outbox import Outbox
-from engine.types import Finish, GenerationRequest
+from engine.outbox import Event, Outbox
+from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
 from schemas.logits import LogitsBlock, LogitsEncoding
 from service import telemetry
 from service.arrow import RowWriter
-from service.convert import ChatAnswer, Plan
+from service.convert import Choice, Plan, chat_completion
 from service.errors import encode_error
+from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,26 @@ class GenerationAnswer(ABC):
 
     keeps_rows: ClassVar[bool]
 
-    def __init__(self, engine: Engine, plan: Plan, request: GenerationRequest) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, plan: Plan, requests: Sequence[GenerationRequest]
+    ) -> None:
+        """Prepare an answer.
+
+        Args:
+            engine: Where the requests go.
+            metrics: Where the answer is counted.
+            plan: What to answer.
+            requests: One per choice.
+        """
         self._engine = engine
+        self._metrics = metrics
         self._plan = plan
-        self._request = request
+        self._requests = requests
         self._outcome = "answered"
-        self._answer = ChatAnswer(plan, engine.tokenizer, keeps_rows=self.keeps_rows)
+        self._choices = [
+            Choice(place, plan, engine.tokenizer, keeps_rows=self.keeps_rows)
+            for place in range(len(requests))
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until the answer is out or the client has left.
@@ -52,13 +67,15 @@ class GenerationAnswer(ABC):
         Raises:
             EngineError: The request failed before the first byte; the app answers it with its status.
         """
-        outbox = self._engine.submit(self._request)
-        writing = asyncio.ensure_future(self._write(outbox, send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
-        failing = asyncio.ensure_future(outbox.failed.wait())
+        tasks: list[asyncio.Future[Any]] = []
         try:
-            await asyncio.wait((writing, leaving, failing), return_when=asyncio.FIRST_COMPLETED)
-            if failing.done() and not leaving.done():
+            outboxes = [self._engine.submit(request) for request in self._requests]
+            writing = asyncio.ensure_future(self._write(outboxes, send))
+            leaving = asyncio.ensure_future(_disconnected(receive))
+            failing = [asyncio.ensure_future(outbox.failed.wait()) for outbox in outboxes]
+            tasks = [writing, leaving, *failing]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done() and not leaving.done():
                 # The writer tells the client, unless it waits for a reader that takes nothing.
                 await asyncio.wait(
                     (writing, leaving), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED
@@ -68,14 +85,17 @@ class GenerationAnswer(ABC):
                     writing.result()
                 except TimeoutError:
                     self._cut(scope)
+                except EngineError:
+                    self._outcome = "failed"
+                    raise
             elif leaving.done():
                 self._outcome = "client_left"
             else:
                 self._cut(scope)
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
-            self._engine.cancel(self._request.request_id)
-            tasks = (writing, leaving, failing)
+            for request in self._requests:
+                self._engine.cancel(request.request_id)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,32 +127,52 @@ class GenerationAnswer(ABC):
         await self._send(send, {"type": "http.response.body", "body": piece, "more_body": not is_last})
 
     @abstractmethod
-    async def _write(self, outbox: Outbox, send: Send) -> None:
+    async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
         """Send the whole answer."""
 
-    async def _follow(self, outbox: Outbox) -> AsyncIterator[list[object]]:
-        """Give out events as they come, until the last one."""
-        while self._answer.finish is None:
-            events = await outbox.take()
-            self._answer.add(events)
-            yield list(events)
+    async def _follow(self, outboxes: Sequence[Outbox]) -> AsyncIterator[tuple[int, list[Event]]]:
+        """Give out the choices' events as they come, until the last one of each."""
+        reading = {asyncio.ensure_future(outbox.take()): place for place, outbox in enumerate(outboxes)}
+        try:
+            while reading:
+                ready, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in ready:
+                    place = reading.pop(task)
+                    events = task.result()
+                    choice = self._choices[place]
+                    choice.add(events)
+                    yield place, events
+                    if choice.finish is None:
+                        # Not before the events are sent: the next take books them as read.
+                        reading[asyncio.ensure_future(outboxes[place].take())] = place
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
 
     def _note(self, scope: Scope) -> None:
-        finish = self._answer.finish
+        finishes = [each.finish for each in self._choices if each.finish is not None]
+        for choice in self._choices:
+            if choice.finish is not None:
+                self._metrics.finished(len(self._plan.prompt_token_ids), len(choice.token_ids), choice.finish)
+        num_rows = sum(choice.num_rows for choice in self._choices)
+        num_bytes = sum(choice.num_row_bytes for choice in self._choices)
+        self._metrics.answered(self._outcome, num_rows, num_bytes)
         telemetry.note(
             scope,
             outcome=self._outcome,
             prompt_tokens=len(self._plan.prompt_token_ids),
-            completion_tokens=len(self._answer.token_ids),
+            completion_tokens=sum(len(each.token_ids) for each in self._choices),
         )
-        if isinstance(finish, Finish):
+        if finishes:
             telemetry.note(
                 scope,
-                finish_reason=finish.reason.value,
-                queue_s=round(finish.timings.queue_s, 6),
-                prefill_s=round(finish.timings.prefill_s, 6),
-                decode_s=round(finish.timings.decode_s, 6),
-                batch_size=finish.timings.batch_size,
+                finish_reason=finishes[0].reason.value,
+                cached_tokens=finishes[0].num_cached,
+                queue_s=round(finishes[0].timings.queue_s, 6),
+                prefill_s=round(finishes[0].timings.prefill_s, 6),
+                decode_s=round(max(each.timings.decode_s for each in finishes), 6),
+                batch_size=max(each.timings.batch_size for each in finishes),
             )
 
 
@@ -147,11 +187,11 @@ class JsonAnswer(GenerationAnswer):
 
     keeps_rows = True
 
-    async def _write(self, outbox: Outbox, send: Send) -> None:
-        async for _ in self._follow(outbox):
+    async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
+        async for _ in self._follow(outboxes):
             pass
-        completion = self._answer.completion()
-        if not self._plan.wants_rows:
+        completion = chat_completion(self._plan, self._choices)
+        if self._plan.row_dtype is None:
             body = msgspec.json.encode(completion)
             await self._start(send, "application/json", content_length=str(len(body)))
             await self._send_piece(send, body, is_last=True)
@@ -159,21 +199,38 @@ class JsonAnswer(GenerationAnswer):
         # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
         # and never exist as text all at once.
         mark = f'"{uuid.uuid4().hex}"'.encode()
-        block = LogitsBlock(
+        blocks: list[list[NDArray[np.floating]]] = []
+        if self._plan.wants_rows:
+            blocks += [choice.rows for choice in self._choices]
+            choices = [
+                structs.replace(wire, logits=self._block(choice.rows, mark))
+                for wire, choice in zip(completion.choices, self._choices, strict=True)
+            ]
+            completion = structs.replace(completion, choices=choices)
+        if self._plan.wants_prompt_rows:
+            blocks.append(self._choices[0].prompt_rows)
+            block = self._block(self._choices[0].prompt_rows, mark)
+            completion = structs.replace(completion, prompt_logits=block)
+        head, *tails = msgspec.json.encode(completion).split(mark)
+        await self._start(send, "application/json")
+        await self._send_piece(send, head)
+        for rows, tail in zip(blocks, tails, strict=True):
+            await self._send_piece(send, b"[")
+            for piece in _encoded_rows(rows, self._plan.encoding):
+                await self._send_piece(send, piece)
+                # A send to a fast reader does not suspend, and others want the loop too.
+                await asyncio.sleep(0)
+            await self._send_piece(send, b"]" + tail)
+        await self._send_piece(send, b"", is_last=True)
+
+    def _block(self, rows: Sequence[NDArray[np.floating]], mark: bytes) -> LogitsBlock:
+        """Return a block of rows with a mark in place of the values."""
+        return LogitsBlock(
             encoding=self._plan.encoding,
             dtype="float16" if self._plan.encoding == "b64_fp16" else "float32",
-            shape=(len(self._answer.rows), self._plan.info.vocab_size),
+            shape=(len(rows), self._plan.info.vocab_size),
             data=msgspec.Raw(mark),
         )
-        choices = [structs.replace(completion.choices[0], logits=block)]
-        head, _, tail = msgspec.json.encode(structs.replace(completion, choices=choices)).partition(mark)
-        await self._start(send, "application/json")
-        await self._send_piece(send, head + b"[")
-        for piece in _encoded_rows(self._answer.rows, self._plan.encoding):
-            await self._send_piece(send, piece)
-            # A send to a fast reader does not suspend, and others want the loop too.
-            await asyncio.sleep(0)
-        await self._send_piece(send, b"]" + tail, is_last=True)
 
 
 def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
@@ -189,17 +246,20 @@ class ArrowAnswer(GenerationAnswer):
 
     keeps_rows = False
 
-    async def _write(self, outbox: Outbox, send: Send) -> None:
+    async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
         writer = RowWriter(self._plan, self._engine.tokenizer)
         has_started = False
         try:
-            async for events in self._follow(outbox):
+            async for place, events in self._follow(outboxes):
                 if not has_started:
                     # Not earlier: until the first row is there, a failure still has its own status.
                     await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
                     has_started = True
-                for piece in writer.write(events):  # type: ignore[arg-type]
+                for piece in writer.write(place, events):
                     await self._send_piece(send, piece)
+                if self._choices[place].finish is not None:
+                    # It holds no rows any more, and others may be waiting for just that.
+                    self._engine.cancel(self._requests[place].request_id)
         except EngineError as error:
             if not has_started:
                 raise
@@ -210,6 +270,6 @@ class ArrowAnswer(GenerationAnswer):
             # An answer that returns without its last chunk makes the server abort the connection, so no
             # client takes the rows that it has for all there are.
             return
-        for piece in writer.end(self._answer.completion(num_rows=[writer.num_rows])):
+        for piece in writer.end(chat_completion(self._plan, self._choices, num_rows=writer.num_rows)):
             await self._send_piece(send, piece)
         await self._send_piece(send, b"", is_last=True)

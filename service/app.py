@@ -12,8 +12,9 @@ from litestar.types import ASGIApp
 from engine.engine import Engine
 from service import __version__
 from service.errors import handle
+from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
-from service.routes.health import health, ready, version
+from service.routes.health import health, metrics, ready, version
 from service.routes.models import list_models, retrieve_model
 from service.settings import Settings
 from service.telemetry import RequestLog
@@ -28,11 +29,13 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         yield
         await engine.stop()
 
+    counters = Metrics(engine)
     app = Litestar(
-        route_handlers=[create_chat_completion, list_models, retrieve_model, health, ready, version],
+        route_handlers=[create_chat_completion, list_models, retrieve_model, health, ready, metrics, version],
         dependencies={
             "engine": Provide(lambda: engine, sync_to_thread=False),
             "settings": Provide(lambda: settings, sync_to_thread=False),
+            "metrics": Provide(lambda: counters, sync_to_thread=False),
         },
         exception_handlers={Exception: handle},
         lifespan=[lifespan],

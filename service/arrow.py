@@ -84,23 +84,43 @@ class RowWriter:
         )
         self._tokenizer = tokenizer
         self._dtype = plan.row_dtype
-        self._schema = row_schema(plan.info.vocab_size, plan.row_dtype, response)
+        self._has_stats = plan.wants_stats
+        self._num_selected = len(plan.logit_token_ids)
+        self._schema = row_schema(
+            plan.info.vocab_size,
+            plan.row_dtype,
+            response,
+            has_stats=self._has_stats,
+            num_selected=self._num_selected,
+        )
         self._sink = _Sink()
         # The writer holds on to the wrapper, and closes its file when it is dropped.
         self._file: Any = pa.PythonFile(self._sink, mode="w")
         options = pa.ipc.IpcWriteOptions(compression=plan.arrow_compression)
         self._writer = pa.ipc.new_stream(self._file, self._schema, options=options)
-        self.num_rows = 0
+        self.num_rows = [0] * plan.num_choices
+        # Positions count from 0 in each part of each choice.
+        self._positions: dict[tuple[int, bool], int] = {}
 
-    def write(self, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
-        """Write the tokens among the events as batches; the first call also writes the schema."""
+    def write(self, choice: int, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
+        """Write the tokens among a choice's events as batches; the first call also writes the schema."""
+        if any(isinstance(event, TokenEvent) and event.is_prompt for event in events):
+            prompt = [event for event in events if isinstance(event, TokenEvent) and event.is_prompt]
+            rest = events[len(prompt) :]
+            return [*self._write_part(choice, prompt), *self._write_part(choice, rest)]
+        return self._write_part(choice, events)
+
+    def _write_part(self, choice: int, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
+        """Write tokens of one part: of the prompt, or generated."""
         tokens = [event for event in events if isinstance(event, TokenEvent)]
         finish = events[-1].reason.value if events and isinstance(events[-1], Finish) else None
         step = max(1, BATCH_BYTES // max(1, tokens[0].num_bytes if tokens else 1))
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
-            self._writer.write_batch(self._batch(part, finish if start + step >= len(tokens) else None))
-            self.num_rows += len(part)
+            self._writer.write_batch(
+                self._batch(choice, part, finish if start + step >= len(tokens) else None)
+            )
+            self.num_rows[choice] += len(part)
         return self._sink.drain()
 
     def end(self, completion: ChatCompletion) -> list[memoryview]:
@@ -118,28 +138,46 @@ class RowWriter:
         empty = pa.RecordBatch.from_pylist([], schema=self._schema)
         self._writer.write_batch(empty, custom_metadata={key: value})
 
-    def _batch(self, tokens: Sequence[TokenEvent], finish_reason: str | None) -> pa.RecordBatch:
+    def _batch(self, choice: int, tokens: Sequence[TokenEvent], finish_reason: str | None) -> pa.RecordBatch:
         """Return one batch; its rows are the engine's own memory where there is one token."""
         num = len(tokens)
         ids = [event.token_id for event in tokens]
+        part = (choice, tokens[0].is_prompt)
+        first = self._positions.get(part, 0)
+        self._positions[part] = first + num
         columns = [
-            pa.array([0] * num, pa.int32()),
-            pa.array(range(self.num_rows, self.num_rows + num), pa.int32()),
-            pa.array(
-                ["special" if self._tokenizer.is_special(each) else "content" for each in ids], pa.utf8()
-            ),
+            pa.array([choice] * num, pa.int32()),
+            pa.array(range(first, first + num), pa.int32()),
+            pa.array([self._segment(event) for event in tokens], pa.utf8()),
             pa.array(ids, pa.int32()),
             pa.array([self._tokenizer.token_text(each) for each in ids], pa.utf8()),
             pa.array([self._tokenizer.token_bytes(each) for each in ids], pa.binary()),
             pa.array([event.logprob for event in tokens], pa.float32()),
-            pa.array([*[None] * (num - 1), finish_reason], pa.utf8()),
         ]
+        if self._has_stats:
+            stats = [event.stats for event in tokens if event.stats is not None]
+            columns += [
+                pa.array([each.entropy for each in stats], pa.float32()),
+                pa.array([each.logsumexp for each in stats], pa.float32()),
+                pa.array([each.rank for each in stats], pa.int32()),
+                pa.array([each.margin for each in stats], pa.float32()),
+            ]
+        columns.append(pa.array([*[None] * (num - 1), finish_reason], pa.utf8()))
+        if self._num_selected:
+            selected = [event.selected for event in tokens if event.selected is not None]
+            columns.append(self._lists("selected_logits", selected))
         if self._dtype is not None:
-            columns.append(self._rows([event.row for event in tokens if event.row is not None]))
+            columns.append(self._lists("logits", [event.row for event in tokens if event.row is not None]))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-    def _rows(self, rows: Sequence[NDArray[np.floating]]) -> pa.Array:
+    def _segment(self, event: TokenEvent) -> str:
+        if event.is_prompt:
+            return "prompt"
+        return "special" if self._tokenizer.is_special(event.token_id) else "content"
+
+    def _lists(self, name: str, rows: Sequence[NDArray[np.floating]]) -> pa.Array:
+        """Return a column of fixed-size lists; of one row it is the row's own memory."""
         values = rows[0] if len(rows) == 1 else np.concatenate(rows)  # (k * V,)
-        kind = self._schema.field("logits").type
+        kind = self._schema.field(name).type
         flat = pa.Array.from_buffers(kind.value_type, values.size, [None, pa.py_buffer(values)])
         return pa.FixedSizeListArray.from_arrays(flat, type=kind)

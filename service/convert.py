@@ -3,10 +3,11 @@
 Nothing else in the service builds an engine request or reads an engine event.
 """
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from engine.types import (
     RowDtype,
     SamplingParams,
     TokenEvent,
+    TokenStats,
     TopLogprobs,
 )
 from schemas.chat import (
@@ -34,7 +36,14 @@ from schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
-from schemas.logits import LogitsEncoding, Metadata, PromptTokensDetails, Usage
+from schemas.logits import (
+    LogitsEncoding,
+    Metadata,
+    PromptTokensDetails,
+    SelectedLogits,
+    TokenStatsBlock,
+    Usage,
+)
 from service.errors import Problem, ProblemsError, ServiceError
 from service.negotiate import Representation
 from service.settings import Settings
@@ -62,13 +71,22 @@ class Plan:
     do_sample: bool
     arrow_compression: str | None
     prompt_token_ids: tuple[int, ...]
+    wants_stats: bool = False
+    logit_token_ids: tuple[int, ...] = ()
+    num_choices: int = 1
+    wants_prompt_rows: bool = False
 
     @property
     def row_dtype(self) -> RowDtype | None:
-        """The dtype in which rows leave the engine."""
-        if not self.wants_rows:
+        """The dtype in which whole rows leave the engine, if any do."""
+        if not (self.wants_rows or self.wants_prompt_rows):
             return None
         return RowDtype.FLOAT16 if self.encoding == "b64_fp16" else RowDtype.FLOAT32
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of the prompt that the answer holds."""
+        return len(self.prompt_token_ids) - 1 if self.wants_prompt_rows else 0
 
     def metadata(self, stop_sequence_hit: str | None = None) -> Metadata:
         """Return the statements on the answer's numbers."""
@@ -86,16 +104,12 @@ class Plan:
 
 # Fields that later versions support; today each may only have a value that asks for nothing.
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "n": lambda value: value == 1,
     "frequency_penalty": lambda value: value == 0,
     "presence_penalty": lambda value: value == 0,
     "logit_bias": lambda value: not value,
     "tools": lambda value: not value,
     "tool_choice": lambda value: value in ("none", "auto"),
     "response_format": lambda value: value.get("type") == "text",
-    "return_prompt_logits": lambda value: not value,
-    "logit_token_ids": lambda value: not value,
-    "token_stats": lambda value: not value,
     "return_tokens_as_token_ids": lambda value: not value,
     "min_tokens": lambda value: value == 0,
     "include_stop_str_in_output": lambda value: not value,
@@ -124,6 +138,12 @@ def check_chat(request: ChatRequest, form: Representation) -> None:
         )
     if request.top_logprobs and not _wants_entries(request):
         problems.append(Problem("invalid_value", "needs logprobs: true", "top_logprobs"))
+    if request.return_prompt_logits and request.logit_token_ids:
+        problems.append(
+            Problem(
+                "unsupported_parameter", "is not supported beside logit_token_ids", "return_prompt_logits"
+            )
+        )
     if request.do_sample and request.temperature == 0:
         problems.append(Problem("invalid_value", "contradicts temperature 0, which is greedy", "do_sample"))
     if request.add_generation_prompt and request.continue_final_message:
@@ -212,14 +232,20 @@ def plan_chat(
     prompt_token_ids: Sequence[int],
     info: ModelInfo,
     settings: Settings,
-) -> tuple[Plan, GenerationRequest]:
-    """Return what to generate and what to answer.
+) -> tuple[Plan, list[GenerationRequest]]:
+    """Return what to answer, and what to generate: one engine request per choice.
 
     Raises:
         ServiceError: ``logit_budget_exceeded``.
     """
     is_arrow = form is Representation.ARROW
+    logit_token_ids = tuple(request.logit_token_ids or ())
     wants_rows = is_arrow if request.return_logits is None else request.return_logits
+    # Selected columns come in place of whole rows.
+    wants_rows = wants_rows and not logit_token_ids
+    wants_prompt_rows = bool(request.return_prompt_logits)
+    # A column without nulls holds rows for all tokens or for none.
+    wants_rows = wants_rows or (is_arrow and wants_prompt_rows)
     temperature = 1.0 if request.temperature is None else request.temperature
     if request.do_sample is False:
         temperature = 0.0
@@ -240,10 +266,14 @@ def plan_chat(
         wants_rows=wants_rows,
         wants_entries=wants_entries,
         num_top_logprobs=(request.top_logprobs or 0) if wants_entries else 0,
-        wants_token_ids=wants_rows or bool(request.return_token_ids),
+        wants_token_ids=wants_rows or wants_prompt_rows or bool(request.return_token_ids),
+        wants_stats=bool(request.token_stats),
+        logit_token_ids=logit_token_ids,
         do_sample=temperature > 0,
         arrow_compression=request.arrow_compression,
         prompt_token_ids=tuple(prompt_token_ids),
+        num_choices=request.n or 1,
+        wants_prompt_rows=wants_prompt_rows,
     )
     max_tokens = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -252,12 +282,15 @@ def plan_chat(
     if plan.row_dtype is not None:
         max_tokens = _within_budget(max_tokens, plan, settings, is_arrow=is_arrow)
         # A JSON answer keeps all its rows; an Arrow stream has some in its outbox only.
-        held_bytes = max_tokens * info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
+        row_bytes = info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
+        held_bytes = (max_tokens * wants_rows + plan.num_prompt_rows) * row_bytes
         if is_arrow:
             held_bytes = min(held_bytes, settings.outbox_bytes)
+        # The choices of one request must fit beside each other, or they would wait for each other for ever.
+        held_bytes = min(held_bytes, settings.row_budget_bytes // plan.num_choices)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    return plan, GenerationRequest(
-        request_id=plan.id,
+    first = GenerationRequest(
+        request_id=f"{plan.id}-0",
         prompt_token_ids=plan.prompt_token_ids,
         max_tokens=max_tokens,
         sampling=sampling,
@@ -266,11 +299,30 @@ def plan_chat(
         stop_token_ids=frozenset(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=request.skip_special_tokens is not False,
-        row_dtype=plan.row_dtype,
+        row_dtype=plan.row_dtype if wants_rows else None,
         logprobs=wants_entries or is_arrow,
         num_top_logprobs=plan.num_top_logprobs,
+        token_stats=plan.wants_stats,
+        logit_token_ids=logit_token_ids,
         held_bytes=held_bytes,
     )
+    return plan, [
+        replace(
+            first,
+            request_id=f"{plan.id}-{choice}",
+            seed=choice_seed(request.seed, choice),
+            prompt_row_dtype=plan.row_dtype if wants_prompt_rows and choice == 0 else None,
+        )
+        for choice in range(plan.num_choices)
+    ]
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """Return the seed of one of several choices: a stream of its own, but the same each time."""
+    if seed is None or choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _within_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is_arrow: bool) -> int:
@@ -286,15 +338,20 @@ def _within_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is
         row_bytes = vocab_size * (2 if plan.row_dtype is RowDtype.FLOAT16 else 4)
     elif settings.max_answer_bytes // row_bytes < cap:
         cap, name = max(settings.max_answer_bytes // row_bytes, 1), "MAX_ANSWER_BYTES"
+    num_choices = plan.num_choices
+    # Without rows of generated tokens, only those of the prompt count.
+    per_token = num_choices if plan.wants_rows else 0
     if max_tokens is None:
         room = plan.info.max_model_len - len(plan.prompt_token_ids)
+        left = (cap - plan.num_prompt_rows) // per_token if per_token else room
         # With no room at all the engine refuses the prompt, and says why.
-        return min(cap, room) if room > 0 else 1
-    if max_tokens > cap:
+        max_tokens = min(max(left, 1), max(room, 1))
+    num_rows = per_token * max_tokens + plan.num_prompt_rows
+    if num_rows > cap:
         raise ServiceError(
             "logit_budget_exceeded",
-            f"{max_tokens} rows would take {max_tokens * row_bytes:,} bytes; {name} allows {cap} rows here. "
-            + ("Lower max_tokens" if name == "MAX_LOGIT_TOKENS" else "Ask for an Arrow stream"),
+            f"{num_rows} rows would take {num_rows * row_bytes:,} bytes; {name} allows {cap} rows here. "
+            + ("Lower max_tokens or n" if name == "MAX_LOGIT_TOKENS" else "Ask for an Arrow stream"),
             "max_tokens",
         )
     return max_tokens
@@ -304,13 +361,14 @@ def _within_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is
 
 
 @dataclass(slots=True)
-class ChatAnswer:
-    """Gathers the events of one chat completion.
+class Choice:
+    """Gathers the events of one completion.
 
     Attributes:
-        rows: Each (V,), in order, for a JSON answer; an Arrow answer sends them on and keeps none.
+        rows, stats, selected: One per token, for a JSON answer; an Arrow answer sends them on and keeps none.
     """
 
+    index: int
     plan: Plan
     tokenizer: Tokenizer
     keeps_rows: bool
@@ -318,7 +376,12 @@ class ChatAnswer:
     token_ids: list[int] = field(default_factory=list)
     entries: list[TokenLogprob] = field(default_factory=list)
     rows: list[NDArray[np.floating]] = field(default_factory=list)
+    prompt_rows: list[NDArray[np.floating]] = field(default_factory=list)
+    stats: list[TokenStats] = field(default_factory=list)
+    selected: list[list[float | None]] = field(default_factory=list)
     finish: Finish | None = None
+    num_rows: int = 0
+    num_row_bytes: int = 0
 
     def add(self, events: Sequence[TokenEvent | Finish]) -> None:
         """Take events in their order."""
@@ -326,12 +389,24 @@ class ChatAnswer:
             if isinstance(event, Finish):
                 self.finish = event
                 continue
+            self.num_rows += event.row is not None
+            self.num_row_bytes += event.num_bytes
+            if event.is_prompt:
+                if self.keeps_rows and event.row is not None:
+                    self.prompt_rows.append(event.row)
+                continue
             self.text.append(event.text)
             self.token_ids.append(event.token_id)
             if self.plan.wants_entries:
                 self.entries.append(self._entry(event))
-            if self.keeps_rows and event.row is not None:
+            if not self.keeps_rows:
+                continue
+            if event.row is not None:
                 self.rows.append(event.row)
+            if event.stats is not None:
+                self.stats.append(event.stats)
+            if event.selected is not None:
+                self.selected.append(event.selected.tolist())
 
     def _entry(self, event: TokenEvent) -> TokenLogprob:
         assert event.logprob is not None
@@ -350,34 +425,58 @@ class ChatAnswer:
             ],
         )
 
-    def completion(self, *, num_rows: Sequence[int] | None = None) -> ChatCompletion:
-        """Return the whole answer, without the rows themselves.
-
-        Args:
-            num_rows: Rows per choice, for Arrow's end record.
-        """
+    def wire(self) -> ChatChoice:
+        """Return the choice without its rows."""
         assert self.finish is not None
-        plan, stop_reason = self.plan, self.finish.stop_reason
-        choice = ChatChoice(
-            index=0,
+        plan = self.plan
+        return ChatChoice(
+            index=self.index,
             message=AssistantMessage(content="".join(self.text)),
             logprobs=ChoiceLogprobs(content=self.entries) if plan.wants_entries else None,
             finish_reason=self.finish.reason.value,
-            stop_reason=stop_reason,
+            stop_reason=self.finish.stop_reason,
             token_ids=self.token_ids if plan.wants_token_ids else UNSET,
+            selected_logits=self._selected() if plan.logit_token_ids and self.keeps_rows else UNSET,
+            token_stats=self._stats() if plan.wants_stats and self.keeps_rows else UNSET,
         )
-        return ChatCompletion(
-            id=plan.id,
-            created=plan.created,
-            model=plan.model,
-            choices=[choice],
-            usage=Usage(
-                prompt_tokens=len(plan.prompt_token_ids),
-                completion_tokens=len(self.token_ids),
-                total_tokens=len(plan.prompt_token_ids) + len(self.token_ids),
-                prompt_tokens_details=PromptTokensDetails(cached_tokens=self.finish.num_cached),
-            ),
-            metadata=plan.metadata(stop_reason if isinstance(stop_reason, str) else None),
-            prompt_token_ids=list(plan.prompt_token_ids) if plan.wants_token_ids else UNSET,
-            rows=UNSET if num_rows is None else list(num_rows),
+
+    def _selected(self) -> SelectedLogits:
+        return SelectedLogits(token_ids=list(self.plan.logit_token_ids), values=self.selected)
+
+    def _stats(self) -> TokenStatsBlock:
+        return TokenStatsBlock(
+            entropy=[each.entropy for each in self.stats],
+            logsumexp=[each.logsumexp for each in self.stats],
+            rank=[each.rank for each in self.stats],
+            margin=[each.margin for each in self.stats],
         )
+
+
+def chat_completion(
+    plan: Plan, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None
+) -> ChatCompletion:
+    """Return the whole answer, without the rows themselves.
+
+    Args:
+        plan: Of the answer.
+        choices: All of them, ended.
+        num_rows: Rows per choice, for Arrow's end record.
+    """
+    num_prompt, num_completion = len(plan.prompt_token_ids), sum(len(each.token_ids) for each in choices)
+    first = choices[0].finish
+    assert first is not None
+    return ChatCompletion(
+        id=plan.id,
+        created=plan.created,
+        model=plan.model,
+        choices=[each.wire() for each in choices],
+        usage=Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_completion,
+            total_tokens=num_prompt + num_completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=first.num_cached),
+        ),
+        metadata=plan.metadata(first.stop_reason if isinstance(first.stop_reason, str) else None),
+        prompt_token_ids=list(plan.prompt_token_ids) if plan.wants_token_ids else UNSET,
+        rows=UNSET if num_rows is None else list(num_rows),
+    )

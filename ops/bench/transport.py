@@ -55,7 +55,7 @@ _EVENTS = [
 
 def _stream() -> list[memoryview]:
     writer = RowWriter(_plan(), byte_tokenizer())
-    pieces = [piece for event in _EVENTS for piece in writer.write([event])]
+    pieces = [piece for event in _EVENTS for piece in writer.write(0, [event])]
     choice = ChatChoice(
         index=0, message=AssistantMessage(content=""), logprobs=None, finish_reason="stop", stop_reason=None
     )

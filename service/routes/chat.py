@@ -13,6 +13,7 @@ from service.answers import ArrowAnswer, JsonAnswer
 from service.convert import chat_prompt, check_chat, plan_chat
 from service.decode import check_content_type, decode, read_body
 from service.errors import ServiceError
+from service.metrics import Metrics
 from service.negotiate import Representation, negotiate
 from service.settings import Settings
 
@@ -21,6 +22,7 @@ from service.settings import Settings
 async def create_chat_completion(
     request: Request[object, object, State],
     engine: NamedDependency[Engine],
+    metrics: NamedDependency[Metrics],
     settings: NamedDependency[Settings],
 ) -> ASGIApp:
     """Continue a conversation; see OpenAI's API, and this project's contract for rows."""
@@ -33,6 +35,6 @@ async def create_chat_completion(
         raise ServiceError("model_not_found", f"this server has {served}", "model")
     check_chat(chat, form)
     prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len)
-    plan, generation = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
+    plan, requests = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
     answer = ArrowAnswer if form is Representation.ARROW else JsonAnswer
-    return answer(engine, plan, generation)
+    return answer(engine, metrics, plan, requests)

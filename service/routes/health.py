@@ -1,4 +1,4 @@
-"""``GET /health``, ``/ready`` and ``/version``."""
+"""``GET /health``, ``/ready``, ``/metrics`` and ``/version``."""
 
 import importlib.metadata
 import platform
@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from schemas.health import Health, Readiness, Version
 from service import __version__
 from service.errors import NotReadyError
+from service.metrics import CONTENT_TYPE, Metrics
 
 
 @get("/health", operation_id="health")
@@ -35,6 +36,12 @@ async def ready(engine: NamedDependency[Engine]) -> Readiness:
         running=engine.num_requests - engine.num_waiting,
         waiting=engine.num_waiting,
     )
+
+
+@get("/metrics", operation_id="metrics", media_type=CONTENT_TYPE)
+async def metrics(metrics: NamedDependency[Metrics]) -> bytes:
+    """State counters and gauges in Prometheus' text format."""
+    return metrics.text()
 
 
 @get("/version", operation_id="version")

@@ -92,6 +92,13 @@ def test_a_dtype_that_there_is_not_is_refused(scripted: ServerThread) -> None:
         Client(scripted.url).chat(MESSAGES, logits="float64")
 
 
+def test_statistics_and_columns_come_by_name(scripted: ServerThread) -> None:
+    result = Client(scripted.url).chat(MESSAGES, temperature=0, token_stats=True, logit_token_ids=[5, 7])
+    assert result.logits is None
+    assert result.columns["rank"] == [1] * len(result.token_ids)
+    assert {len(each) for each in result.columns["selected_logits"]} == {2}
+
+
 def test_other_fields_are_passed_on(scripted: ServerThread) -> None:
     result = Client(scripted.url).chat(
         MESSAGES, temperature=0, stop="from", repetition_penalty=1.0, model="scripted"

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from engine import worker as worker_module
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.fake import byte_tokenizer
@@ -119,6 +121,28 @@ def test_rows_are_raw_under_any_sampling(architecture: str) -> None:
         assert token.top_logprobs is not None
         if token.token_id == token.top_logprobs.token_ids[0]:
             assert token.logprob == token.top_logprobs.logprobs[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "qwen3_next"])
+def test_prompt_rows_are_those_of_a_plain_forward_pass(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "PROMPT_ROWS", 7)
+    model = tiny_model(architecture)
+    prompt = list(b"A prompt of several chunks, all of whose rows are wanted.")
+    wanted = replace(request("a", prompt, 3), prompt_row_dtype=RowDtype.FLOAT32)
+    # The second one could start from the first one's cache, and must not.
+    results = asyncio.run(run(model, byte_tokenizer(), [wanted, replace(wanted, request_id="b")]))
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0]
+    for tokens in results:
+        rows = [each for each in tokens if each.is_prompt]
+        assert [each.token_id for each in rows] == prompt[1:]
+        np.testing.assert_allclose(rows_of(rows), logits[:-1].numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(rows_of(tokens[len(rows) :])[0], logits[-1].numpy(), atol=TOLERANCE)
+        logprobs = torch.log_softmax(logits, -1)
+        for place, token in enumerate(rows):
+            assert token.logprob == pytest.approx(float(logprobs[place, token.token_id]), abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,20 @@ def test_sampling_settings_never_change_the_first_row(server: ServerProcess) -> 
     np.testing.assert_allclose(plain.logits.astype(np.float32), wild.logits, rtol=2**-10, atol=1e-3)
 
 
+def test_a_history_that_grows_starts_from_the_cache_and_says_so(server: ServerProcess) -> None:
+    client = Client(server.url)
+    history = [{"role": "user", "content": "Name a colour, an animal and a tool, please."}]
+    first = client.chat(history, max_tokens=12, temperature=0)
+    history += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And now others."}]
+    second = client.chat(history, max_tokens=4, temperature=0)
+    cached = second.usage["prompt_tokens_details"]["cached_tokens"]
+    assert first.usage["prompt_tokens"] <= cached + 5
+    with urllib.request.urlopen(f"{server.url}/metrics") as reply:
+        metrics = reply.read().decode()
+    hits = next(line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total"))
+    assert float(hits.split()[1]) >= cached
+
+
 def test_a_seed_repeats_its_answer(server: ServerProcess) -> None:
     client = Client(server.url)
     answers = [

@@ -77,13 +77,12 @@ def test_every_post_field_without_effect_is_taken(scripted: ServerThread) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("stream", True),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("logit_bias", {"5": 1}),
         ("chat_template", "x"),
-        ("return_prompt_logits", True),
+        ("priority", 1),
     ],
 )
 def test_what_is_known_but_not_supported_is_never_swallowed(
@@ -225,6 +224,27 @@ def test_models_are_listed_and_found_by_ids_with_slashes(serve: Serve) -> None:
     for spelling in ("org/name", "org%2Fname"):
         assert server.request("GET", f"/v1/models/{spelling}").json == card
     assert server.request("GET", "/v1/models/none").error["code"] == "model_not_found"
+
+
+def test_metrics_count_what_was_done(serve: Serve) -> None:
+    server = serve()
+
+    def value(name: str) -> float:
+        lines = server.request("GET", "/metrics").body.decode().splitlines()
+        return float(next(line for line in lines if line.startswith(name)).rpartition(" ")[2])
+
+    reply = server.request("GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert value("vllm:generation_tokens_total") == 0
+    answer = server.chat(max_tokens=5, return_logits=True).json
+    assert value("vllm:generation_tokens_total") == 5
+    assert value("vllm:prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert value("vllm:prefix_cache_queries_total") == answer["usage"]["prompt_tokens"]
+    assert value("vllm:prefix_cache_hits_total") == 0
+    assert value('vllm:request_success_total{finished_reason="length"}') == 1
+    assert value("logitwire:rows_total") == 5
+    assert value("logitwire:row_bytes_total") == 5 * 512 * 2
+    assert value("vllm:num_requests_running") == 0
 
 
 def test_versions_name_what_shapes_logits(scripted: ServerThread) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pytest
 import torch
 
@@ -222,6 +223,119 @@ def test_the_first_batch_leaves_long_before_the_last_token(serve: Serve) -> None
     opened.set()
     assert sum(batch.num_rows for batch in reader) == 7
     connection.close()
+
+
+# Choices.
+
+
+def test_choices_have_streams_of_their_own_from_one_seed(serve: Serve) -> None:
+    server = serve(hooked_load())
+    fields = {"n": 3, "temperature": 50.0, "seed": 11, "max_tokens": 12, "ignore_eos": True}
+    answers = [server.chat(return_logits=True, logprobs=True, **fields).json for _ in range(2)]
+    ids = [[choice["token_ids"] for choice in answer["choices"]] for answer in answers]
+    assert ids[0] == ids[1]
+    assert len({tuple(each) for each in ids[0]}) == 3
+    assert [choice["index"] for choice in answers[0]["choices"]] == [0, 1, 2]
+    assert answers[0]["usage"]["completion_tokens"] == 36
+    # The first choice is what the seed gives without n.
+    assert (
+        server.chat(return_token_ids=True, **(fields | {"n": 1})).json["choices"][0]["token_ids"] == ids[0][0]
+    )
+    for choice in answers[0]["choices"]:
+        rows = np.stack([np.frombuffer(base64.b64decode(each), "<f2") for each in choice["logits"]["data"]])
+        assert rows.shape == (12, VOCAB_SIZE)
+        exact = rows.astype(float) - np.log(np.exp(rows.astype(float)).sum(-1, keepdims=True))
+        said = [each["logprob"] for each in choice["logprobs"]["content"]]
+        np.testing.assert_allclose(said, exact[range(12), choice["token_ids"]], atol=0.02)
+
+
+def test_an_arrow_stream_holds_all_choices_and_says_which_row_is_whose(serve: Serve) -> None:
+    server = serve(hooked_load())
+    fields = {"n": 3, "temperature": 50.0, "seed": 11, "max_tokens": 12, "stop_token_ids": list(range(40))}
+    table, end = read_arrow(server.chat(headers={"accept": ARROW}, **fields))
+    answer = server.chat(return_logits=True, **fields).json
+    lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
+    assert end["rows"] == lengths
+    for index, choice in enumerate(answer["choices"]):
+        own = table.filter(pa.compute.equal(table["choice"], index))
+        assert own["token_id"].to_pylist() == choice["token_ids"]
+        assert own["position"].to_pylist() == list(range(lengths[index]))
+        assert own["finish_reason"].to_pylist() == [None] * (lengths[index] - 1) + [choice["finish_reason"]]
+
+
+def test_more_choices_than_the_row_budget_holds_do_not_wait_for_each_other_for_ever(serve: Serve) -> None:
+    server = serve(hooked_load(), row_budget_bytes=5 * VOCAB_SIZE, max_batch_size=2)
+    answer = server.chat(n=8, return_logits=True, max_tokens=4).json
+    assert [choice["logits"]["shape"] for choice in answer["choices"]] == [[4, VOCAB_SIZE]] * 8
+    _, end = read_arrow(server.chat(headers={"accept": ARROW}, n=8, max_tokens=4))
+    assert end["rows"] == [4] * 8
+
+
+# Statistics and columns.
+
+
+def test_statistics_and_columns_agree_with_the_rows(serve: Serve) -> None:
+    server = serve(hooked_load())
+    sampling = {"temperature": 30.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
+    rows = rows_of(server.chat(return_logits=True, logits_encoding="b64_fp32", **sampling))
+    wanted = [299, 0, 97, 97]
+    extras = {"token_stats": True, "logit_token_ids": wanted, "return_token_ids": True}
+    choice = server.chat(**extras, **sampling).json["choices"][0]
+    assert "logits" not in choice
+    assert choice["selected_logits"]["token_ids"] == wanted
+    assert choice["selected_logits"]["values"] == rows[:, wanted].tolist()
+    exact = rows.astype(np.float64)
+    logsumexp = np.log(np.exp(exact).sum(-1))
+    probs = np.exp(exact - logsumexp[:, None])
+    chosen = exact[range(len(exact)), choice["token_ids"]]
+    ordered = np.sort(exact, -1)
+    stats = choice["token_stats"]
+    np.testing.assert_allclose(stats["logsumexp"], logsumexp, rtol=1e-5)
+    np.testing.assert_allclose(stats["entropy"], -(probs * np.log(probs)).sum(-1), rtol=1e-3, atol=1e-6)
+    assert stats["rank"] == ((exact > chosen[:, None]).sum(-1) + 1).tolist()
+    np.testing.assert_allclose(stats["margin"], ordered[:, -1] - ordered[:, -2], rtol=1e-5)
+    table, end = read_arrow(server.chat(headers={"accept": ARROW}, **extras, **sampling))
+    assert table.schema.names[-1] == "selected_logits"
+    assert "logits" not in table.schema.names
+    assert table["selected_logits"].to_pylist() == rows[:, wanted].tolist()
+    for name in ("entropy", "logsumexp", "margin"):
+        np.testing.assert_allclose(table[name].to_pylist(), stats[name], rtol=1e-6)
+    assert table["rank"].to_pylist() == stats["rank"]
+    assert end["rows"] == [8]
+
+
+def test_columns_that_the_model_does_not_have_are_refused(scripted: ServerThread) -> None:
+    reply = scripted.chat(logit_token_ids=[512])
+    assert (reply.status, reply.error["param"]) == (422, "logit_token_ids")
+
+
+# Rows of the prompt.
+
+
+def test_prompt_rows_come_beside_the_generated_ones_in_both_forms(serve: Serve) -> None:
+    server = serve(hooked_load())
+    answer = server.chat(return_prompt_logits=True, return_logits=True, max_tokens=3).json
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logits"]["shape"] == [num_prompt - 1, VOCAB_SIZE]
+    assert len(answer["prompt_logits"]["data"]) == num_prompt - 1
+    assert answer["choices"][0]["logits"]["shape"] == [3, VOCAB_SIZE]
+    table, end = read_arrow(server.chat(headers={"accept": ARROW}, return_prompt_logits=True, max_tokens=3))
+    assert table["segment"].to_pylist() == ["prompt"] * (num_prompt - 1) + ["content"] * 3
+    assert table["position"].to_pylist() == [*range(num_prompt - 1), *range(3)]
+    assert table["token_id"].to_pylist()[: num_prompt - 1] == answer["prompt_token_ids"][1:]
+    assert end["rows"] == [num_prompt - 1 + 3]
+    assert end["usage"]["completion_tokens"] == 3
+    only = server.chat(return_prompt_logits=True, max_tokens=3).json
+    assert only["prompt_logits"]["shape"] == [num_prompt - 1, VOCAB_SIZE]
+    assert "logits" not in only["choices"][0]
+
+
+def test_prompt_rows_count_against_the_budget(serve: Serve) -> None:
+    server = serve(max_logit_tokens=30)
+    reply = server.chat(
+        messages=[{"role": "user", "content": "x" * 40}], return_prompt_logits=True, max_tokens=1
+    )
+    assert (reply.status, reply.error["code"]) == (422, "logit_budget_exceeded")
 
 
 # Failures.

@@ -29,11 +29,15 @@ class ChatResult:
         logprobs: float32 (T,): log-softmax of the raw row over all of V, at the emitted token.
         logits: (T, V) float16 or float32, read-only. ``logits[t]`` is the distribution that produced token t.
             It is the memory that was received into. ``None`` if no rows were asked for.
+        prompt_logits: (P - 1, V), read-only, with ``return_prompt_logits=True``: the rows that predict the
+            prompt's tokens 1 to P-1.
         finish_reason: "stop" or "length".
         stop_reason: The stop string or stop token id that was met, if any.
         usage: Token counts.
         metadata: What the numbers are: ``source_dtype``, ``wire_dtype``, ``vocab_size`` and so on.
         response: The whole answer without rows, as OpenAI's shape.
+        columns: The stream's other columns by name, such as ``entropy`` with ``token_stats=True``, or
+            ``selected_logits`` with ``logit_token_ids``.
     """
 
     text: str
@@ -41,11 +45,13 @@ class ChatResult:
     tokens: list[str]
     logprobs: NDArray[np.float32]
     logits: NDArray[np.floating] | None
+    prompt_logits: NDArray[np.floating] | None
     finish_reason: str
     stop_reason: str | int | None
     usage: dict[str, Any]
     metadata: dict[str, Any]
     response: dict[str, Any]
+    columns: dict[str, list[Any]]
 
 
 class Client:
@@ -106,13 +112,15 @@ class Client:
             **options: Any other field of the request, such as ``repetition_penalty`` or ``model``.
 
         Raises:
-            ValueError: ``logits`` is none of its values.
+            ValueError: ``logits`` is none of its values, or ``n`` is not 1.
             APIError: The server refused or failed the request.
             ConnectionFailedError: There was no answer.
             IncompleteStreamError: The answer broke off.
         """
         if logits not in (None, *ENCODINGS):
             raise ValueError(f"logits must be 'float16', 'float32' or None, not {logits!r}")
+        if options.get("n", 1) != 1:
+            raise ValueError("one completion per call")
         body: dict[str, Any] = {
             "messages": messages,
             "max_tokens": max_tokens,
@@ -131,17 +139,21 @@ class Client:
             "/v1/chat/completions", sent, max_rows=None if max_tokens is None else int(max_tokens)
         )
         choice = table.end["choices"][0]
+        # With return_prompt_logits, the prompt's rows come first.
+        num_prompt = table.columns["segment"].count("prompt")
         return ChatResult(
             text=choice["message"]["content"],
-            token_ids=table.columns["token_id"],
-            tokens=table.columns["token"],
-            logprobs=np.asarray(table.columns["logprob"], np.float32),
-            logits=table.logits,
+            token_ids=table.columns["token_id"][num_prompt:],
+            tokens=table.columns["token"][num_prompt:],
+            logprobs=np.asarray(table.columns["logprob"][num_prompt:], np.float32),
+            logits=None if table.logits is None else table.logits[num_prompt:],
+            prompt_logits=None if table.logits is None or not num_prompt else table.logits[:num_prompt],
             finish_reason=choice["finish_reason"],
             stop_reason=choice["stop_reason"],
             usage=table.end["usage"],
             metadata=table.end["metadata"],
             response=table.end,
+            columns=table.columns,
         )
 
     def _post_for_table(self, path: str, body: Mapping[str, Any], *, max_rows: int | None) -> Table:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine import worker as worker_module
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineState, Load
 from engine.errors import (
     ContextLengthError,
+    DeadlineError,
     EngineDeadError,
     EngineError,
     InvalidRequestError,
@@ -391,6 +393,89 @@ async def test_a_fault_fails_its_own_sequence_and_the_next_request_works(
         assert outcomes.count("abcdefgh") == 2
         assert text_of((await generate(engine, request_id="next"))[0]) == "abcdefgh"
         assert engine.last_failure is None
+
+
+async def test_a_fault_in_sampling_fails_its_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = worker_module.sample
+
+    def faulty_sample(logits: torch.Tensor, params: SamplingParams, **others: Any) -> list[int]:
+        if params.top_k == 7:
+            raise RuntimeError("boom")
+        return sample(logits, params, **others)
+
+    monkeypatch.setattr(worker_module, "sample", faulty_sample)
+    async with running() as engine:
+        names = ("good", "bad", "bad too")
+        sampling = (GREEDY, SamplingParams(top_k=7), SamplingParams(top_k=7))
+        outboxes = [
+            engine.submit(request(*each[:1], sampling=each[1])) for each in zip(names, sampling, strict=True)
+        ]
+        outcomes = [await outcome(outbox) for outbox in outboxes]
+        assert outcomes[0] == "abcdefgh"
+        assert [type(each) for each in outcomes[1:]] == [StepError] * 2
+        assert text_of((await generate(engine, request_id="next"))[0]) == "abcdefgh"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), torch.OutOfMemoryError("no memory")])
+async def test_a_fault_in_taking_rows_fails_loudly_and_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    extracts, left = worker_module.Extracts, 1
+
+    def faulty_extracts(*arguments: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            raise error
+        return extracts(*arguments)
+
+    monkeypatch.setattr(worker_module, "Extracts", faulty_extracts)
+    async with running() as engine:
+        failure = await outcome(engine.submit(request("a", row_dtype=RowDtype.FLOAT16)))
+        assert isinstance(failure, StepError | OutOfMemoryError)
+        assert text_of((await generate(engine, request_id="next"))[0]) == "abcdefgh"
+
+
+async def test_a_reader_that_has_gone_without_a_word_harms_nobody() -> None:
+    async with running() as engine:
+        gone = engine.submit(request("gone", ignore_eos=True, max_tokens=500))
+
+        def broken(events: list[Any]) -> None:
+            raise RuntimeError("the reader's side is broken")
+
+        gone.deliver = broken  # type: ignore[method-assign]
+        assert text_of((await generate(engine, request_id="next"))[0]) == "abcdefgh"
+        failure = await outcome(gone)
+        assert isinstance(failure, EngineError)
+
+
+async def test_a_request_past_its_deadline_fails_and_frees_its_place() -> None:
+    async with running(deadline_s=0.2, max_batch_size=1) as engine:
+        outbox = engine.submit(request("late", ignore_eos=True, max_tokens=4000, row_dtype=RowDtype.FLOAT16))
+        # It fills its outbox' worth of tokens for as long as it may; nobody reads, and time goes by.
+        await outbox.failed.wait()
+        while True:
+            try:
+                await outbox.take()
+            except DeadlineError:
+                break
+        assert text_of((await generate(engine, request_id="next"))[0]) == "abcdefgh"
+
+
+async def test_rows_in_flight_of_all_requests_are_bounded() -> None:
+    gate = Gate()
+    async with running(hooked_load(gate), row_budget_bytes=100) as engine:
+        first = engine.submit(request("first", held_bytes=80))
+        await gate.held()
+        second = engine.submit(request("second", held_bytes=80))
+        third = engine.submit(request("third"))
+        gate.opened.set()
+        assert text_of((await collect(first))[0]) == "abcdefgh"
+        # The first has ended, but its rows are still held; who came later does not overtake.
+        assert engine.num_waiting == 2
+        engine.cancel("first")
+        assert text_of((await collect(second))[0]) == "abcdefgh"
+        assert text_of((await collect(third))[0]) == "abcdefgh"
 
 
 async def test_a_step_that_failed_is_remembered_until_one_succeeds() -> None:

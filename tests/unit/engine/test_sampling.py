@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import LogitsOverflowError, NonFiniteLogitsError
-from engine.sampling import raw_logprobs, row_fault, sample, top_logprobs
+from engine.sampling import raw_logprobs, row_fault, sample
 from engine.types import RowDtype, SamplingParams
 
 V = 50
@@ -99,18 +99,6 @@ def test_raw_logprobs_are_float32_over_the_whole_row() -> None:
     ours = raw_logprobs(logits)
     assert ours.dtype == torch.float32
     np.testing.assert_allclose(ours.numpy(), exact, atol=1e-5)
-
-
-def test_the_argmax_has_exactly_the_logprob_of_its_top_entry() -> None:
-    for seed in range(20):
-        row = raw_logprobs(logits_of(seed))[0]
-        top = top_logprobs(row, 3)
-        assert top.logprobs[0] == float(row[int(row.argmax())])
-        assert top.logprobs == sorted(top.logprobs, reverse=True)
-
-
-def test_more_alternatives_than_the_vocabulary_are_the_vocabulary() -> None:
-    assert len(top_logprobs(raw_logprobs(logits_of(0))[0], V + 10).token_ids) == V
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
