@@ -90,12 +90,20 @@ def sample(
         limit = torch.finfo(torch.float32).max / 4
         processed = torch.nan_to_num(processed, nan=0.0, posinf=limit, neginf=-limit)
     if is_greedy(params):
-        return processed.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
+        return _argmax(processed)
     processed = _processors(params)(None, processed)
     probs = torch.softmax(processed, dim=-1)  # (B, num_ids)
     return [
         int(torch.multinomial(probs[row], 1, generator=generator)) for row, generator in enumerate(generators)
     ]
+
+
+def _argmax(rows: Tensor) -> list[int]:
+    """Return the index of each row's largest value, the first one on a tie."""
+    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+        # numpy's is vectorised, and over ten times as fast on one row of a large vocabulary.
+        return rows.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+    return rows.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
 
 
 def raw_logprobs(logits: Tensor) -> Tensor:

@@ -374,7 +374,7 @@ class Worker:
     ) -> list[tuple[Sequence, Tensor, int]]:
         """Choose the next token of sequences with equal settings."""
         token_ids = sample(
-            torch.stack([row for _, row in group]),  # (B, V)
+            _stacked([row for _, row in group]),  # (B, V)
             params,
             token_ids=[sequence.token_ids for sequence, _ in group],
             generators=[sequence.generator for sequence, _ in group],
@@ -386,7 +386,7 @@ class Worker:
         """Append the chosen tokens, and deliver them with what their requests asked for."""
         try:
             extracts = Extracts(
-                torch.stack([row for _, row, _ in chosen]),  # (B, V)
+                _stacked([row for _, row, _ in chosen]),  # (B, V)
                 [token_id for _, _, token_id in chosen],
                 [sequence.request for sequence, _, _ in chosen],
             )
@@ -491,6 +491,11 @@ class Worker:
         """Hand a step's events to the event loop, in one call for the whole batch."""
         if delivery:
             self._on_loop(partial(_deliver_all, delivery))
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """Return rows (V,) as one tensor (B, V); a single one is not copied."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _mixed(seed: int) -> int:

@@ -22,8 +22,8 @@ class ServerProcess:
         pid: Its process.
     """
 
-    def __init__(self, log_path: Path, **environ: str) -> None:
-        """Start it, and wait until it is ready.
+    def __init__(self, log_path: Path, module: str = "service", **environ: str) -> None:
+        """Start it, or another module that announces itself alike, and wait until it is ready.
 
         Raises:
             RuntimeError: It ended before it was ready; the message is its log.
@@ -31,7 +31,7 @@ class ServerProcess:
         self.log_path = log_path
         self._log = log_path.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "service"],
+            [sys.executable, "-m", module],
             cwd=ROOT,
             env={**os.environ, "PORT": "0", **environ},
             stdout=subprocess.PIPE,

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from litestar.types import ASGIApp
 
 from engine.engine import Engine
 from engine.errors import LoadError
@@ -13,6 +15,8 @@ from service.app import create_app
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+Wrap = Callable[[ASGIApp], ASGIApp]
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -69,10 +73,17 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def build_server(settings: Settings, engine: Engine) -> DrainingServer:
-    """Return the server of an engine, not started yet."""
+def build_server(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> DrainingServer:
+    """Return the server of an engine, not started yet.
+
+    Args:
+        settings: Of the service.
+        engine: Not started yet.
+        wrap: Puts something around the app; for benchmarks.
+    """
+    app = create_app(settings, engine)
     config = uvicorn.Config(
-        create_app(settings, engine),
+        app if wrap is None else wrap(app),
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -84,13 +95,13 @@ def build_server(settings: Settings, engine: Engine) -> DrainingServer:
     return DrainingServer(config, engine, settings.drain_timeout)
 
 
-async def run(settings: Settings, engine: Engine) -> int:
+async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> int:
     """Serve until a signal; return the exit code.
 
     Raises:
         OSError: The address cannot be listened on.
     """
-    server = build_server(settings, engine)
+    server = build_server(settings, engine, wrap)
     # Here rather than in uvicorn, which would end the process with a trace if the port is taken.
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
