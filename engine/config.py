@@ -13,6 +13,7 @@ class EngineConfig:
     dtype: str = "auto"
     device_map: str = "auto"
     attn_implementation: str = "sdpa"
+    """``sdpa`` is ``eager`` for models without it."""
     quantization: str = ""
     """Empty, ``4bit`` or ``8bit``."""
     trust_remote_code: bool = False

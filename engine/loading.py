@@ -89,7 +89,8 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
         path,
         dtype=config.dtype,
         device_map=config.device_map,
-        attn_implementation=config.attn_implementation,
+        # Named, it would be refused by models that have none; unnamed, it is what Transformers prefers.
+        attn_implementation=None if config.attn_implementation == "sdpa" else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         **options,
     )

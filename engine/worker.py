@@ -188,10 +188,14 @@ class Worker:
         )
         self._next_sequence_id += 1
         self._scheduler.add(sequence)
-        if request.max_tokens == 0:
-            finish = Finish(FinishReason.LENGTH, None, sequence.timings())
-            self._leave(sequence)
-            self._deliver([(sequence.outbox, [finish])])
+        if request.max_tokens == 0 and not sequence.wants_prompt_rows:
+            self._finish_empty(sequence)
+
+    def _finish_empty(self, sequence: Sequence) -> None:
+        """End a sequence that was to generate nothing."""
+        self._leave(sequence)
+        finish = Finish(FinishReason.LENGTH, None, sequence.timings(), sequence.num_cached)
+        self._deliver([(sequence.outbox, [finish])])
 
     def _admit(self) -> None:
         """Let waiting sequences run, in their order, while there is room for them."""
@@ -214,6 +218,8 @@ class Worker:
 
     def _has_row_budget(self, sequence: Sequence) -> bool:
         """Tell whether the rows that a sequence may hold fit beside those that others may hold."""
+        if not sequence.request.held_bytes:
+            return True
         others = sum(held for name, held in self._held_bytes.items() if name != sequence.request.request_id)
         return not others or others + sequence.request.held_bytes <= self._config.row_budget_bytes
 
@@ -345,6 +351,10 @@ class Worker:
             sequence.num_prompt_rows += len(events)
             sequence.outbox.count(sum(each.num_bytes for each in events if isinstance(each, TokenEvent)))
             self._deliver([(sequence.outbox, events)])
+        if sequence.request.max_tokens == 0:
+            if not sequence.wants_prompt_rows:
+                self._finish_empty(sequence)
+            return []
         return [] if sequence.num_left else [(sequence, logits[-1])]
 
     def _survivors(

@@ -85,13 +85,13 @@ class GenerationAnswer(ABC):
                     writing.result()
                 except TimeoutError:
                     self._cut(scope)
-                except EngineError:
-                    self._outcome = "failed"
-                    raise
             elif leaving.done():
                 self._outcome = "client_left"
             else:
                 self._cut(scope)
+        except EngineError:
+            self._outcome = "failed"
+            raise
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
             for request in self._requests:

@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="Where Accelerate puts the layers: `auto`, `cpu`, `cuda:0`, …")
     ] = EngineConfig.device_map
     attn_implementation: Annotated[
-        str, Meta(description="`sdpa`, `eager` or another one that Transformers knows")
+        str, Meta(description="`sdpa` (`eager` for models without it) or another one of Transformers'")
     ] = EngineConfig.attn_implementation
     quantization: Annotated[
         Literal["", "4bit", "8bit"], Meta(description="By bitsandbytes; needs the extra `quant`")

@@ -73,8 +73,13 @@ ONE_AT_A_TIME: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
+ONE_AT_A_TIME |= {
+    # Its positions come from a 2-D mask.
+    "bloom": {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon_h1": {**COMMON, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+}
 ARCHITECTURES = BATCHED | ONE_AT_A_TIME
-EAGER_ONLY = {"gemma2"}
+EAGER_ONLY = {"gemma2", "bloom"}
 
 
 @cache

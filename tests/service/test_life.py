@@ -110,6 +110,34 @@ def test_a_step_that_failed_turns_ready_red_until_one_succeeds(serve: Serve) -> 
     assert server.request("GET", "/ready").status == 200
 
 
+def test_a_dead_worker_fails_its_requests_and_turns_ready_red(serve: Serve) -> None:
+    class Killed(BaseException):
+        """Not an Exception, so no step survives it."""
+
+    def hook(place: int, row: torch.Tensor) -> None:
+        raise Killed
+
+    server = serve(hooked_load(hook))
+    for _ in range(2):
+        reply = server.chat()
+        assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    reply = server.request("GET", "/ready")
+    assert (reply.status, reply.error["code"]) == (503, "internal_error")
+    assert "Killed" in reply.error["message"]
+    assert server.request("GET", "/health").status == 200
+
+
+def test_a_request_past_its_deadline_is_504(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), deadline=0.05)
+    thread, replies = in_thread(server.chat)
+    assert gate.reached.wait(20)
+    time.sleep(0.1)  # the time that it may take goes by
+    gate.opened.set()
+    thread.join()
+    assert (replies[0].status, replies[0].error["code"]) == (504, "deadline_exceeded")
+
+
 def test_a_full_queue_is_refused_at_once_and_says_when_to_come_back(serve: Serve) -> None:
     gate = Gate()
     server = serve(hooked_load(gate), max_queue=1, max_batch_size=1)

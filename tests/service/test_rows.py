@@ -330,6 +330,17 @@ def test_prompt_rows_come_beside_the_generated_ones_in_both_forms(serve: Serve) 
     assert "logits" not in only["choices"][0]
 
 
+def test_a_prompt_can_be_scored_without_generating(serve: Serve) -> None:
+    server = serve(hooked_load(), prefill_chunk=5)
+    answer = server.chat(return_prompt_logits=True, max_tokens=0).json
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logits"]["shape"] == [num_prompt - 1, VOCAB_SIZE]
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (0, "length")
+    table, end = read_arrow(server.chat(headers={"accept": ARROW}, return_prompt_logits=True, max_tokens=0))
+    assert len(table) == num_prompt - 1
+    assert end["rows"] == [num_prompt - 1]
+
+
 def test_prompt_rows_count_against_the_budget(serve: Serve) -> None:
     server = serve(max_logit_tokens=30)
     reply = server.chat(

@@ -468,7 +468,7 @@ async def test_rows_in_flight_of_all_requests_are_bounded() -> None:
         first = engine.submit(request("first", held_bytes=80))
         await gate.held()
         second = engine.submit(request("second", held_bytes=80))
-        third = engine.submit(request("third"))
+        third = engine.submit(request("third", held_bytes=10))
         gate.opened.set()
         assert text_of((await collect(first))[0]) == "abcdefgh"
         # The first has ended, but its rows are still held; who came later does not overtake.
