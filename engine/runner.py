@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -383,11 +384,10 @@ def choose_runner(
     if not _ModelForward(model).takes_positions:
         return OneAtATimeRunner(model), "its forward pass takes no positions"
 
-    def slots() -> SlotRunner:
-        return SlotRunner(model, max_slots=max_slots, max_tokens=max_tokens, budget_bytes=budget_bytes)
-
     try:
-        difference = parity_gap(OneAtATimeRunner(model), slots(), max_tokens)
+        # Two short rows are no matter for the budget, which may hold one sequence only.
+        probe = SlotRunner(model, max_slots=2, max_tokens=max_tokens, budget_bytes=sys.maxsize)
+        difference = parity_gap(OneAtATimeRunner(model), probe, max_tokens)
     except Exception as error:
         logger.warning("the parity probe failed", exc_info=error)
         return OneAtATimeRunner(model), f"the parity probe failed with {type(error).__name__}"
@@ -396,7 +396,7 @@ def choose_runner(
         return OneAtATimeRunner(
             model
         ), f"rows in slots differ by {difference:.3g}, and {allowed:g} is allowed"
-    return slots(), ""
+    return SlotRunner(model, max_slots=max_slots, max_tokens=max_tokens, budget_bytes=budget_bytes), ""
 
 
 def parity_gap(plain: Runner, batched: Runner, max_tokens: int) -> float:
