@@ -160,11 +160,12 @@ class OneAtATimeRunner:
 
 @dataclass(slots=True)
 class Slot:
-    """A place in the cache, and the tokens whose keys and values it holds."""
+    """A place in the cache, the tokens whose keys and values it holds, and how many are sure to come."""
 
     token_ids: list[int] = field(default_factory=list)
     sequence_id: int | None = None
     used_at: int = 0
+    num_wanted: int = 0
 
 
 class SlotRunner:
@@ -213,15 +214,14 @@ class SlotRunner:
 
     def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
         """Take a slot, with as many known tokens as can be found; see :class:`Runner`."""
-        if self._place and not self._fits(len(self._place) + 1, len(token_ids)):
-            raise CacheFullError
+        self._shrink_for(len(self._place) + 1, len(token_ids))
         source, common = self._best_prefix(token_ids) if may_reuse else (None, 0)
         target = self._free_slot(len(token_ids), source, common)
         slot = self._slots[target]
         if source is not None and source != target:
             self._cache.copy(source, target, common)
         slot.token_ids = list(token_ids[:common])
-        slot.sequence_id, slot.used_at = sequence_id, next(self._clock)
+        slot.sequence_id, slot.used_at, slot.num_wanted = sequence_id, next(self._clock), len(token_ids)
         self._place[sequence_id] = target
         return common
 
@@ -250,7 +250,8 @@ class SlotRunner:
         empty = [place for place in free if not self._slots[place].token_ids]
         if empty:
             return empty[0]
-        if len(self._slots) < self._max_slots and self._fits(len(self._slots) + 1, num_tokens):
+        capacity = max(self._cache.capacity, self._rounded(num_tokens))
+        if len(self._slots) < self._max_slots and self._fits(len(self._slots) + 1, capacity):
             self._resize(len(self._slots) + 1, self._cache.capacity)
             return len(self._slots) - 1
         if not free:
@@ -258,9 +259,30 @@ class SlotRunner:
         others = [place for place in free if place != source] or free
         return min(others, key=lambda place: self._slots[place].used_at)
 
-    def _fits(self, num_slots: int, num_tokens: int) -> bool:
-        capacity = max(self._cache.capacity, self._rounded(num_tokens))
+    def _fits(self, num_slots: int, capacity: int) -> bool:
         return num_slots * capacity * self._cache.bytes_per_token <= self._budget_bytes
+
+    def _shrink_for(self, num_slots: int, num_tokens: int) -> None:
+        """Let so many sequences fit, the new one of so many tokens; only ended ones lose what they hold.
+
+        Raises:
+            CacheFullError: The running ones need the room themselves.
+        """
+        if self._fits(num_slots, max(self._cache.capacity, self._rounded(num_tokens))):
+            return
+        running = [self._slots[place] for place in self._place.values()]
+        longest = max([num_tokens, *(max(len(slot.token_ids), slot.num_wanted) for slot in running)])
+        capacity = self._rounded(longest)
+        if running and not self._fits(num_slots, capacity):
+            raise CacheFullError
+        if capacity >= self._cache.capacity:
+            return
+        # One long sequence that has ended would else keep all later ones from running side by side.
+        self._compact(list(self._place))
+        most = self._budget_bytes // max(1, capacity * self._cache.bytes_per_token)
+        self._resize(min(len(self._slots), most), capacity)
+        for slot in self._slots:
+            del slot.token_ids[capacity:]
 
     def _rounded(self, num_tokens: int) -> int:
         return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.max_tokens)

@@ -230,6 +230,7 @@ class Worker:
         prompt = sequence.token_ids
         return any(
             each.num_left > 1
+            and each.paused_since is None
             and common_prefix(each.token_ids, prompt)
             >= max(each.num_run + 1, SHARED_PREFIX_SHARE * len(prompt))
             for each in self._scheduler.running

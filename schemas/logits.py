@@ -25,7 +25,7 @@ class SelectedLogits(WireResponse, frozen=True, kw_only=True):
     """Some columns of the raw rows of one choice; ``values[t][k]`` is float32, at ``token_ids[k]``."""
 
     token_ids: list[int]
-    values: list[list[float | None]]
+    values: msgspec.Raw
 
 
 class TokenStatsBlock(WireResponse, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -22,7 +22,7 @@ from engine.errors import EngineError
 from engine.outbox import Event, Outbox
 from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
-from schemas.logits import LogitsBlock, LogitsEncoding
+from schemas.logits import LogitsBlock, LogitsEncoding, SelectedLogits
 from service import telemetry
 from service.arrow import RowWriter
 from service.convert import Choice, Plan, chat_completion
@@ -198,7 +198,7 @@ class JsonAnswer(GenerationAnswer):
         async for _ in self._follow(outboxes):
             pass
         completion = chat_completion(self._plan, self._choices)
-        if self._plan.row_dtype is None:
+        if self._plan.row_dtype is None and not self._plan.logit_token_ids:
             body = msgspec.json.encode(completion)
             await self._start(send, "application/json", content_length=str(len(body)))
             await self._send_piece(send, body, is_last=True)
@@ -206,24 +206,30 @@ class JsonAnswer(GenerationAnswer):
         # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
         # and never exist as text all at once.
         mark = f'"{uuid.uuid4().hex}"'.encode()
-        blocks: list[list[NDArray[np.floating]]] = []
+        blocks: list[Iterator[bytes]] = []
+        encoding = self._plan.encoding
+        if self._plan.logit_token_ids:
+            blocks += [_encoded(choice.selected) for choice in self._choices]
+            selected = SelectedLogits(token_ids=list(self._plan.logit_token_ids), values=msgspec.Raw(mark))
+            choices = [structs.replace(wire, selected_logits=selected) for wire in completion.choices]
+            completion = structs.replace(completion, choices=choices)
         if self._plan.wants_rows:
-            blocks += [choice.rows for choice in self._choices]
+            blocks += [_encoded_rows(choice.rows, encoding) for choice in self._choices]
             choices = [
                 structs.replace(wire, logits=self._block(choice.rows, mark))
                 for wire, choice in zip(completion.choices, self._choices, strict=True)
             ]
             completion = structs.replace(completion, choices=choices)
         if self._plan.wants_prompt_rows:
-            blocks.append(self._choices[0].prompt_rows)
+            blocks.append(_encoded_rows(self._choices[0].prompt_rows, encoding))
             block = self._block(self._choices[0].prompt_rows, mark)
             completion = structs.replace(completion, prompt_logits=block)
         head, *tails = msgspec.json.encode(completion).split(mark)
         await self._start(send, "application/json")
         await self._send_piece(send, head)
-        for rows, tail in zip(blocks, tails, strict=True):
+        for pieces, tail in zip(blocks, tails, strict=True):
             await self._send_piece(send, b"[")
-            for piece in _encoded_rows(rows, self._plan.encoding):
+            for piece in pieces:
                 await self._send_piece(send, piece)
                 # A send to a fast reader does not suspend, and others want the loop too.
                 await asyncio.sleep(0)
@@ -240,12 +246,15 @@ class JsonAnswer(GenerationAnswer):
         )
 
 
+def _encoded(values: Iterable[object]) -> Iterator[bytes]:
+    """Return each value as JSON, with the comma before it."""
+    for place, value in enumerate(values):
+        yield (b"," if place else b"") + msgspec.json.encode(value)
+
+
 def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
     """Return each row as JSON, with the comma before it."""
-    for place, row in enumerate(rows):
-        comma = b"," if place else b""
-        value = row.tolist() if encoding == "json" else row.data.cast("B")
-        yield comma + msgspec.json.encode(value)
+    return _encoded(row.tolist() if encoding == "json" else row.data.cast("B") for row in rows)
 
 
 class ArrowAnswer(GenerationAnswer):

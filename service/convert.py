@@ -40,7 +40,6 @@ from schemas.logits import (
     LogitsEncoding,
     Metadata,
     PromptTokensDetails,
-    SelectedLogits,
     TokenStatsBlock,
     Usage,
 )
@@ -50,6 +49,9 @@ from service.settings import Settings
 
 MIN_LOGPROB = -9999.0
 """What OpenAI's clients get for a probability of zero, since JSON has no infinity."""
+
+SELECTED_BYTES_PER_VALUE = 40
+"""Of a selected logit while it is held: a Python float and its place in a list."""
 
 JSON_BYTES_PER_VALUE = 12
 """Of a logit as decimal text, roughly; only for estimates."""
@@ -119,7 +121,7 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_chat(request: ChatRequest, form: Representation) -> None:
+def check_chat(request: ChatRequest, form: Representation, settings: Settings) -> None:
     """Refuse what is not supported, and combinations that contradict each other.
 
     Raises:
@@ -130,6 +132,10 @@ def check_chat(request: ChatRequest, form: Representation) -> None:
         for name, is_neutral in _NEUTRAL.items()
         if (value := getattr(request, name)) is not None and not is_neutral(value)
     ]
+    if (request.n or 1) > settings.max_queue:
+        problems.append(
+            Problem("invalid_value", f"each choice waits in the queue, which holds {settings.max_queue}", "n")
+        )
     if request.stream and form is Representation.JSON:
         problems.append(
             Problem(
@@ -266,7 +272,10 @@ def plan_chat(
         wants_rows=wants_rows,
         wants_entries=wants_entries,
         num_top_logprobs=(request.top_logprobs or 0) if wants_entries else 0,
-        wants_token_ids=wants_rows or wants_prompt_rows or bool(request.return_token_ids),
+        wants_token_ids=wants_rows
+        or wants_prompt_rows
+        or bool(request.return_logits)
+        or bool(request.return_token_ids),
         wants_stats=bool(request.token_stats),
         logit_token_ids=logit_token_ids,
         do_sample=temperature > 0,
@@ -284,6 +293,10 @@ def plan_chat(
         # A JSON answer keeps all its rows; an Arrow stream has some in its outbox only.
         row_bytes = info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
         held_bytes = (max_tokens * wants_rows + plan.num_prompt_rows) * row_bytes
+    elif logit_token_ids:
+        max_tokens = _within_column_budget(max_tokens, plan, settings, is_arrow=is_arrow)
+        held_bytes = max_tokens * len(logit_token_ids) * SELECTED_BYTES_PER_VALUE
+    if held_bytes:
         if is_arrow:
             held_bytes = min(held_bytes, settings.outbox_bytes)
         # The choices of one request must fit beside each other, or they would wait for each other for ever.
@@ -315,6 +328,23 @@ def plan_chat(
         )
         for choice in range(plan.num_choices)
     ]
+
+
+def _within_column_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is_arrow: bool) -> int:
+    """Return how many tokens may come whose selected columns one JSON answer holds."""
+    room = max(plan.info.max_model_len - len(plan.prompt_token_ids), 1)
+    token_bytes = plan.num_choices * len(plan.logit_token_ids) * JSON_BYTES_PER_VALUE
+    cap = max(settings.max_answer_bytes // token_bytes, 1)
+    if max_tokens is None:
+        return room if is_arrow else min(cap, room)
+    if max_tokens > cap and not is_arrow:
+        raise ServiceError(
+            "logit_budget_exceeded",
+            f"the selected columns of {max_tokens} tokens would take {max_tokens * token_bytes:,} bytes; "
+            f"MAX_ANSWER_BYTES allows {cap} tokens here. Ask for an Arrow stream",
+            "max_tokens",
+        )
+    return max_tokens
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
@@ -436,12 +466,8 @@ class Choice:
             finish_reason=self.finish.reason.value,
             stop_reason=self.finish.stop_reason,
             token_ids=self.token_ids if plan.wants_token_ids else UNSET,
-            selected_logits=self._selected() if plan.logit_token_ids and self.keeps_rows else UNSET,
             token_stats=self._stats() if plan.wants_stats and self.keeps_rows else UNSET,
         )
-
-    def _selected(self) -> SelectedLogits:
-        return SelectedLogits(token_ids=list(self.plan.logit_token_ids), values=self.selected)
 
     def _stats(self) -> TokenStatsBlock:
         return TokenStatsBlock(

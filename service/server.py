@@ -35,6 +35,7 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening = asyncio.Event()
+        self._hurry = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; returns after the drain."""
@@ -53,7 +54,7 @@ class DrainingServer(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain at the first signal; stop at once at the second."""
+        """Begin the drain at the first signal, end it at the second, and stop without a word at the third."""
         # uvicorn would raise the signal again at its end, and the exit code would not be 0.
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.begin_drain)
@@ -62,12 +63,20 @@ class DrainingServer(uvicorn.Server):
         """Begin the drain, or end it at once if it has begun; runs on the event loop."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
+        elif not self._hurry.is_set():
+            self._hurry.set()
         else:
             self.force_exit = self.should_exit = True
 
     async def _drain(self) -> None:
         logger.info("draining", extra={"requests": self._engine.num_requests})
-        await self._engine.drain(self._drain_timeout_s)
+        waits = [
+            asyncio.ensure_future(self._engine.drain(self._drain_timeout_s)),
+            asyncio.ensure_future(self._hurry.wait()),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
         # What is left fails here, and its answers say so before the connections close.
         await self._engine.stop()
         self.should_exit = True

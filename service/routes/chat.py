@@ -33,7 +33,7 @@ async def create_chat_completion(
     served = settings.served_model_name or engine.info.name
     if chat.model not in (None, served):
         raise ServiceError("model_not_found", f"this server has {served}", "model")
-    check_chat(chat, form)
+    check_chat(chat, form, settings)
     prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len)
     plan, requests = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
     answer = ArrowAnswer if form is Representation.ARROW else JsonAnswer

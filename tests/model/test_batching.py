@@ -62,6 +62,7 @@ class Result:
     rows: np.ndarray
     logprobs: tuple[float | None, ...]
     num_cached: int
+    ended_in: int
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ async def drive(
     outboxes = [Outbox(2 * row_bytes if plan.reads_every > 1 else 10**9, inbox.wake) for plan in plans]
     events: list[list[TokenEvent | Finish]] = [[] for _ in plans]
     gone: set[int] = set()
+    ended_in: dict[int, int] = {}
     turn = 0
     while True:
         for place, plan in enumerate(plans):
@@ -153,6 +155,8 @@ async def drive(
             if outboxes[place]._events and turn % plan.reads_every == 0:
                 events[place] += await outboxes[place].take()
                 outboxes[place]._release()
+                if isinstance(events[place][-1], Finish):
+                    ended_in[place] = turn
         turn += 1
         assert turn < 2000, describe(worker)
         ended = {place for place, each in enumerate(events) if each and isinstance(each[-1], Finish)}
@@ -163,7 +167,7 @@ async def drive(
     assert not failures
     assert inbox.num_waiting == 0
     assert not worker._scheduler.running
-    return [None if place in gone else result_of(each) for place, each in enumerate(events)]
+    return [None if place in gone else result_of(each, ended_in[place]) for place, each in enumerate(events)]
 
 
 def describe(worker: Worker) -> str:
@@ -175,7 +179,7 @@ def describe(worker: Worker) -> str:
     return f"the schedule did not end: {len(worker._scheduler.running)} run of {states}"
 
 
-def result_of(events: list[TokenEvent | Finish]) -> Result:
+def result_of(events: list[TokenEvent | Finish], ended_in: int) -> Result:
     *tokens, finish = events
     assert isinstance(finish, Finish)
     assert all(isinstance(each, TokenEvent) for each in tokens)
@@ -187,6 +191,7 @@ def result_of(events: list[TokenEvent | Finish]) -> Result:
         rows=np.stack([each.row for each in tokens]),
         logprobs=tuple(each.logprob for each in tokens),
         num_cached=finish.num_cached,
+        ended_in=ended_in,
     )
 
 
@@ -322,6 +327,37 @@ def test_a_long_prompt_holds_up_running_rows_by_one_chunk_at_most() -> None:
     chunks = [place for place, each in enumerate(longest) if each == 10]
     assert len(chunks) == 10
     assert all(later - earlier == 2 for earlier, later in zip(chunks, chunks[1:], strict=False))
+
+
+def test_a_long_sequence_that_has_ended_keeps_nobody_from_running_side_by_side() -> None:
+    runner = slot_runner("llama", num_slots=1)
+    short = [greedy(str(place), bytes([65 + place]) * 10, 10) for place in range(3)]
+    asyncio.run(drive(runner, short))
+    assert len(runner._slots) == 3
+    asyncio.run(drive(runner, [greedy("long", bytes(range(110)), 4)]))
+    assert runner._cache.capacity > 100
+    widths: list[int] = []
+    forward = runner.forward
+    runner.forward = lambda chunks: widths.append(len(chunks)) or forward(chunks)  # type: ignore[method-assign]
+    results = asyncio.run(drive(runner, short))
+    assert max(widths) == 3
+    for plan, got in zip(short, results, strict=True):
+        assert got is not None
+        check("llama", alone("llama", plan), got)
+
+
+def test_a_paused_prefill_is_waited_for_by_nobody() -> None:
+    runner = SlotRunner(tiny_model("llama"), max_slots=3, max_tokens=MAX_TOKENS, budget_bytes=10**9)
+    prompt = b"The same words for everybody, and quite a few of them, at that."
+    stalled = greedy("stalled", prompt, 4)
+    stalled = replace(stalled, reads_every=10**6, leaves=60)
+    stalled = replace(stalled, request=replace(stalled.request, prompt_row_dtype=RowDtype.FLOAT32))
+    other = greedy("other", prompt, 4, arrives=3)
+    results = asyncio.run(drive(runner, [stalled, other], chunk=4))
+    assert results[1] is not None
+    # The other one leaves in turn 60 only; its prompt takes 16 turns, and its tokens 4.
+    assert results[1].ended_in < 40
+    check("llama", alone("llama", other), results[1])
 
 
 def test_a_cache_that_is_too_small_for_all_serves_them_one_after_the_other() -> None:

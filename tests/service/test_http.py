@@ -281,6 +281,23 @@ def test_one_json_answer_holds_a_limited_number_of_bytes_and_arrow_does_not(serv
     assert server.chat(headers={"accept": ARROW}, max_tokens=20).status == 200
 
 
+def test_selected_columns_have_their_budget_too(serve: Serve) -> None:
+    server = serve(max_answer_bytes=12 * 100 * 5, max_queue=4)
+    columns = list(range(100))
+    reply = server.chat(logit_token_ids=columns, max_tokens=6)
+    assert (reply.status, reply.error["code"]) == (422, "logit_budget_exceeded")
+    choice = server.chat(logit_token_ids=columns).json["choices"][0]
+    assert len(choice["selected_logits"]["values"]) == 5
+    assert server.chat(headers={"accept": ARROW}, logit_token_ids=columns, max_tokens=20).status == 200
+
+
+def test_more_choices_than_the_queue_holds_are_refused(serve: Serve) -> None:
+    server = serve(max_queue=4)
+    reply = server.chat(n=5)
+    assert (reply.status, reply.error["param"]) == (422, "n")
+    assert server.chat(n=4).status == 200
+
+
 def test_a_prompt_beyond_the_context_is_refused_with_three_numbers(serve: Serve) -> None:
     server = serve(hooked_load(max_model_len=50))
     reply = server.chat(max_tokens=40)

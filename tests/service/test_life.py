@@ -238,6 +238,22 @@ def test_a_stopping_server_refuses_new_work_and_finishes_what_runs(serve: Serve)
     assert replies[0].status == 200
 
 
+def test_a_second_signal_ends_the_drain_with_the_envelope(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), drain_timeout=60, max_batch_size=1)
+    calls = [in_thread(server.chat) for _ in range(3)]
+    assert gate.reached.wait(20)
+    eventually(lambda: server.engine.num_requests == 3)
+    server.loop.call_soon_threadsafe(server.server.begin_drain)
+    eventually(lambda: server.engine.state == "draining")
+    server.loop.call_soon_threadsafe(server.server.begin_drain)
+    eventually(lambda: server.engine.state == "stopped")
+    gate.opened.set()
+    for thread, replies in calls:
+        thread.join()
+        assert (replies[0].status, replies[0].error["code"]) == (503, "shutting_down")
+
+
 def test_what_outlasts_the_drain_fails_loudly(serve: Serve) -> None:
     gate = Gate()
     server = serve(hooked_load(gate), drain_timeout=0.01)
