@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Load
-from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.fake import SPECIAL_TOKENS, ScriptedRunner, byte_tokenizer
 from engine.types import ModelInfo
 from engine.worker import Model
 
@@ -59,3 +60,9 @@ def hooked_load(
         return model, info
 
     return load
+
+
+def plain_text(max_size: int) -> st.SearchStrategy[str]:
+    """Return texts without the names of special tokens, which hypothesis finds in the source and tries."""
+    texts = st.text(max_size=max_size)
+    return texts.filter(lambda text: not any(token in text for token in SPECIAL_TOKENS))

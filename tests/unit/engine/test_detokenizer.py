@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.fake import byte_tokenizer
+from tests.fakes import plain_text
 
 TOKENIZER = byte_tokenizer()
 
@@ -11,7 +12,7 @@ def pieces(ids: list[int]) -> list[str]:
     return [detokenizer.push(each) for each in ids] + [detokenizer.flush()]
 
 
-@given(st.text(max_size=40))
+@given(plain_text(40))
 def test_pieces_join_to_the_text(text: str) -> None:
     assert "".join(pieces(TOKENIZER.encode(text))) == text
 

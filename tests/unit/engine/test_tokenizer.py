@@ -1,6 +1,5 @@
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from tokenizers.models import BPE
@@ -9,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import InvalidRequestError
 from engine.fake import byte_alphabet, byte_tokenizer
 from engine.tokenizer import Tokenizer
+from tests.fakes import plain_text
 
 TOKENIZER = byte_tokenizer()
 
@@ -26,7 +26,7 @@ def test_the_alphabet_covers_every_byte_once() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
-@given(st.text(max_size=30))
+@given(plain_text(30))
 def test_bytes_of_tokens_join_to_the_bytes_of_the_text(text: str) -> None:
     assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
 
