@@ -1,5 +1,6 @@
 """The server as any HTTP client sees it: statuses, envelopes, headers."""
 
+import gzip
 import json
 import time
 from typing import Any
@@ -179,6 +180,20 @@ def test_a_body_over_the_limit_is_refused(serve: Serve) -> None:
 def test_other_content_types_are_refused(scripted: ServerThread) -> None:
     reply = scripted.chat(headers={"content-type": "text/plain"})
     assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_compressed_body_is_refused_and_a_plain_one_may_say_so(scripted: ServerThread) -> None:
+    body = gzip.compress(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
+    reply = scripted.request("POST", "/v1/chat/completions", body, {"content-encoding": "gzip"})
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+    assert scripted.chat(headers={"content-encoding": "identity"}).status == 200
+
+
+def test_a_key_that_comes_twice_is_refused_by_name(scripted: ServerThread) -> None:
+    body = b'{"messages":[{"role":"user","content":"x"}],"temperature":0,"temperature":1}'
+    reply = scripted.request("POST", "/v1/chat/completions", body)
+    assert (reply.status, reply.error["code"]) == (400, "malformed_json")
+    assert "temperature" in reply.error["message"]
 
 
 def test_an_unknown_model_is_not_found(scripted: ServerThread) -> None:

@@ -38,10 +38,86 @@ def problem_of(**fields: Any) -> Problem:
         b'{"a": "\\ud800"}',
         b"{} x",
         b'{"a":1e999}',
+        b'{"a":-1e999}',
+        b"\xef\xbb\xbf{}",
+        '{"a":1}'.encode("utf-16"),
+        b'{"a":"\xed\xa0\x80"}',
+        b'{"\\udc00":1}',
+        b'{"a":01}',
+        b"{'a':1}",
+        b'{"a":1,}',
+        b'{"a":"\x00"}',
+        b'{"a":' + b"9" * 5000 + b"}",
     ],
 )
 def test_what_is_no_json_is_malformed(body: bytes) -> None:
     assert [each.code for each in problems_of(body)] == ["malformed_json"]
+
+
+FREE_FIELDS = [
+    "tools",
+    "tool_choice",
+    "response_format",
+    "chat_template_kwargs",
+    "metadata",
+    "stream_options",
+    "no_such_field",
+]
+
+
+@pytest.mark.parametrize("field", FREE_FIELDS)
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\ud83d":1}', '{"k":1,"k":1}', '{"k":1,"\\u006b":2}'],
+)
+def test_what_is_no_json_is_malformed_at_any_depth(field: str, value: str) -> None:
+    body = f'{{"messages":[],"{field}":[{{"a":[0,{{"b":{value}}}]}}]}}'
+    assert [each.code for each in problems_of(body.encode())] == ["malformed_json"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages":[],"max_tokens":1,"max_tokens":2}',
+        '{"messages":[{"role":"user","max_tokens":"a: b","max_tokens":null}]}',
+        '[{"max_tokens":{}},{"max_tokens":{},"other":":","max_tokens":[]}]',
+        '{"messages":[],"max_tokens":1,"max\\u005ftokens":1}',
+    ],
+)
+def test_a_key_that_comes_twice_is_malformed_and_named(body: str) -> None:
+    (problem,) = problems_of(body.encode())
+    assert problem.code == "malformed_json"
+    assert "max_tokens comes twice" in problem.message
+
+
+def test_a_long_key_that_comes_twice_is_named_in_short() -> None:
+    key = "k" * 10_000
+    (problem,) = problems_of(f'{{"{key}":1,"{key}":1}}'.encode())
+    assert len(problem.message) < MAX_ECHO + 100
+
+
+def test_one_key_in_two_objects_and_colons_in_texts_are_no_duplicates() -> None:
+    texts = ['"a": "b"', "a: b", '\\":', "\\u003a", "{'a':1,'a':2}"]
+    messages = [{"role": "user", "content": text} for text in texts]
+    assert [each.content for each in read(messages=messages).messages] == texts
+
+
+@pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs", "stream_options", "response_format"])
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**64], ids=["long", "long negative", "65 bits"])
+def test_an_integer_over_64_bits_is_an_invalid_value_at_any_depth(field: str, number: int) -> None:
+    problem = problem_of(**{field: {"a": [{"b": number}]}})
+    assert (problem.code, problem.param) == ("invalid_value", field)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["temperature", "top_p", "max_tokens", "seed", "top_k", "min_tokens", "priority", "stop_token_ids"],
+)
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1e300], ids=["long", "long negative", "float"])
+def test_a_number_that_no_field_can_hold_names_its_field(field: str, number: float) -> None:
+    problem = problem_of(**{field: [number] if field == "stop_token_ids" else number})
+    assert problem.code == "invalid_value"
+    assert (problem.param or "").partition("[")[0] == field
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
