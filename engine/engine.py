@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
 
@@ -195,8 +195,13 @@ class Engine:
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         vocab_size = self.info.vocab_size
-        for name in ("prompt_token_ids", "stop_token_ids", "logit_token_ids"):
-            ids = getattr(request, name)
+        ids_by_name: dict[str, Iterable[int]] = {
+            "prompt": request.prompt_token_ids,
+            "stop_token_ids": request.stop_token_ids,
+            "logit_token_ids": request.logit_token_ids,
+            "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),
+        }
+        for name, ids in ids_by_name.items():
             if bad := [each for each in ids if not 0 <= each < vocab_size]:
                 raise InvalidRequestError(f"token id {bad[0]} is not in 0..{vocab_size - 1}", name)
         max_model_len = self.info.max_model_len

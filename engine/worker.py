@@ -29,7 +29,7 @@ from engine.inbox import Cancel, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
 from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
-from engine.sampling import row_fault, sample
+from engine.sampling import SampledRow, row_fault, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stopping import StopChecker, Stopped
@@ -171,18 +171,22 @@ class Worker:
             # A special token has no text where those are skipped, so its string also stops by id.
             if (token_id := self._model.tokenizer.special_token_id(stop)) is not None:
                 stop_token_ids[token_id] = stop
+        eos_token_ids = frozenset() if request.ignore_eos else self._model.eos_token_ids
         sequence = Sequence(
             sequence_id=self._next_sequence_id,
             request=request,
             outbox=command.outbox,
             stop_checker=StopChecker(
                 self._model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
-                eos_token_ids=frozenset() if request.ignore_eos else self._model.eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 stop=request.stop,
                 max_tokens=limit if request.max_tokens is None else request.max_tokens,
+                min_tokens=request.min_tokens,
+                include_stop=request.include_stop,
             ),
             generator=generator,
+            stop_ids=eos_token_ids.union(stop_token_ids),
             submitted_at=command.submitted_at,
             token_ids=list(request.prompt_token_ids),
         )
@@ -328,7 +332,7 @@ class Worker:
             sequence.request,
             row_dtype=sequence.request.prompt_row_dtype,
             logprobs=True,
-            num_top_logprobs=0,
+            num_top_logprobs=sequence.request.num_top_logprobs if sequence.request.prompt_logprobs else 0,
         )
         for row in wanted:
             if fault := row_fault(row, request.row_dtype):
@@ -340,8 +344,9 @@ class Worker:
             events: list[Event] = [
                 TokenEvent(
                     token_id,
-                    "",
+                    (),
                     extracts.logprobs.get(place),
+                    extracts.top_logprobs.get(place),
                     row=extracts.rows.get(place),
                     stats=extracts.stats.get(place),
                     selected=extracts.selected.get(place),
@@ -387,8 +392,15 @@ class Worker:
         token_ids = sample(
             _stacked([row for _, row in group]),  # (B, V)
             params,
-            token_ids=[sequence.token_ids for sequence, _ in group],
-            generators=[sequence.generator for sequence, _ in group],
+            [
+                SampledRow(
+                    sequence.token_ids,
+                    len(sequence.request.prompt_token_ids),
+                    sequence.generator,
+                    sequence.forbidden,
+                )
+                for sequence, _ in group
+            ],
             num_ids=self._model.tokenizer.vocab_size,
         )
         return [(sequence, row, token_id) for (sequence, row), token_id in zip(group, token_ids, strict=True)]
@@ -409,10 +421,10 @@ class Worker:
         delivery: Delivery = []
         for place, (sequence, _, token_id) in enumerate(chosen):
             sequence.token_ids.append(token_id)
-            text, stopped = sequence.stop_checker.push(token_id)
+            texts, stopped = sequence.stop_checker.push(token_id)
             event = TokenEvent(
                 token_id,
-                text,
+                texts,
                 extracts.logprobs.get(place),
                 extracts.top_logprobs.get(place),
                 extracts.rows.get(place),
