@@ -171,7 +171,7 @@ def _plan() -> Plan:
 
 
 _EVENTS = [
-    TokenEvent(97, "a", 0.0, row=np.full(VOCAB_SIZE, place, RowDtype.FLOAT16.value))
+    TokenEvent(97, ("a",), 0.0, row=np.full(VOCAB_SIZE, place, RowDtype.FLOAT16.value))
     for place in range(NUM_ROWS)
 ]
 
