@@ -1,10 +1,11 @@
-"""Reads the tool calls of a text that arrives in parts, character by character, and never twice.
+"""Reads the tool calls of a text that arrives in parts, and no part twice.
 
-The grammar is written as generators that ask for characters, so that a stream and a whole text take the same
+The grammar is written as generators that ask for more text, so that a stream and a whole text take the same
 path. What it must not know: tokens, and where the rest of the text belongs.
 """
 
 import json
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,13 +16,19 @@ from engine.tools import ToolFormat
 SPACES = " \t\r\n"
 """White space of JSON."""
 
-_NAME_MARKS = "_-.:/"
+_SPACES = re.compile(f"[{SPACES}]+")
+_WORD = re.compile(r"[\w.:/+-]+")
+_PLAIN = re.compile(r'[^"\\]+')
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_BETWEEN = re.compile(r'[^"<{}\[\]]+')
+"""What a bracket-counting reader may pass over outside strings."""
+
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _BARE_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
 
 T = TypeVar("T")
 Steps = Generator[None, str, T]
-"""Wants one more character at each yield; the empty string is the end of the text."""
+"""Wants more of the text at each yield; the empty string is its end."""
 
 Decide = Callable[[str, Segment, ToolCallPart | None], None]
 """Told of the next characters, as they stand in the text, and what they mean."""
@@ -86,33 +93,39 @@ class CallReader:
         Returns:
             ``None`` to go on, or the undecided rest of the text behind the calls. Never ``None`` at the end.
         """
-        at = 0
         try:
-            for at, char in enumerate(text, 1):  # noqa: B007 - counts what was read
-                self._steps.send(char)
-            if not is_end:
-                return None
+            self._steps.send(text)
             # It may look ahead in several steps, each of which must learn of the end.
-            while True:
+            while is_end:
                 self._steps.send("")
         except StopIteration:
-            pass
+            return self._unread
         except _MalformedError:
             held = "".join(run.raw for run in self._runs)
-            if not self._is_certain and held:
+            if not self._is_certain:
                 self._decide(held, Segment.CONTENT, None)
-        return self._unread + text[at:]
+            return self._unread
+        return None
 
     # Reading.
 
     def _peek(self, count: int = 1) -> Steps[str]:
         """Return the next characters; fewer at the end of the text."""
         while len(self._unread) < count:
-            char = yield
-            if not char:
+            text = yield
+            if not text:
                 break
-            self._unread += char
+            self._unread += text
         return self._unread[:count]
+
+    def _run(self, pattern: re.Pattern[str], *, is_arguments: bool = False) -> Steps[str]:
+        """Take what matches, as far as it has come; empty if nothing does."""
+        yield from self._peek()
+        match = pattern.match(self._unread)
+        if match is None:
+            return ""
+        self._accept(match.group(), match.group() if is_arguments else None)
+        return match.group()
 
     def _accept(self, raw: str, arguments: str | None = None, segment: Segment = Segment.TOOL) -> None:
         """Take the next characters, as structure or with what they mean in the arguments."""
@@ -237,8 +250,9 @@ class CallReader:
         if char and char in "{[":
             yield from self._nested(is_arguments=is_arguments)
         elif char == '"':
+            self._accept('"', "" if is_arguments else None)
             yield from (self._decoded() if is_arguments else self._quoted())
-        elif (yield from self._word("+", is_arguments=is_arguments)) == "":
+        elif (yield from self._word(is_arguments=is_arguments)) == "":
             raise _MalformedError
 
     def _nested(self, *, is_arguments: bool) -> Steps[None]:
@@ -250,59 +264,75 @@ class CallReader:
             if char in ("", "<"):
                 raise _MalformedError
             if char == '"':
+                yield from self._any(is_arguments=is_arguments)
                 yield from self._quoted(is_arguments=is_arguments)
-                continue
-            self._accept(char, char if is_arguments else None)
-            depth += (char in "{[") - (char in "}]")
-            if depth == 0:
-                return
+            elif char in "{}[]":
+                self._accept(char, char if is_arguments else None)
+                depth += 1 if char in "{[" else -1
+                if depth == 0:
+                    return
+            else:
+                yield from self._run(_BETWEEN, is_arguments=is_arguments)
 
     def _quoted(self, *, is_arguments: bool = False) -> Steps[str]:
-        """A JSON string as it is written; it is returned, unless it is of the arguments."""
+        """A JSON string as it is written, behind the quote that opens it.
+
+        It is returned, unless it is of the arguments.
+        """
         raw = ""
-        is_escaped = True  # In effect: the first quote opens.
+        is_escaped = False
         while True:
-            char = yield from self._peek()
-            if not char:
-                raise _MalformedError
-            self._accept(char, char if is_arguments else None)
+            taken = "" if is_escaped else (yield from self._run(_PLAIN, is_arguments=is_arguments))
+            taken = taken or (yield from self._any(is_arguments=is_arguments))
             if not is_arguments:
-                raw += char
-            if char == '"' and not is_escaped:
+                raw += taken
+            if taken == '"' and not is_escaped:
                 return raw
-            is_escaped = char == "\\" and not is_escaped
+            is_escaped = taken == "\\" and not is_escaped
+
+    def _any(self, *, is_arguments: bool = False) -> Steps[str]:
+        """One character, whatever it is."""
+        char = yield from self._peek()
+        if not char:
+            raise _MalformedError
+        self._accept(char, char if is_arguments else None)
+        return char
 
     def _string(self) -> Steps[str]:
         """A JSON string, decoded once it is whole."""
-        if (yield from self._peek()) != '"':
-            raise _MalformedError
-        return _decode((yield from self._quoted()))
+        yield from self._symbol('"')
+        return _decode('"' + (yield from self._quoted()))
 
     def _decoded(self) -> Steps[None]:
-        """A JSON string in the arguments' place, decoded as it comes."""
-        self._accept('"', "")
-        while (char := (yield from self._peek())) != '"':
-            if char == "\\":
-                escape = yield from self._peek(2)
-                if escape == "\\u":
-                    escape = yield from self._peek(6)
-                    if escape[2:4].lower() in ("d8", "d9", "da", "db"):
-                        # The first half of a character over U+FFFF.
-                        pair = yield from self._peek(8)
-                        escape = (yield from self._peek(12)) if pair[6:] == "\\u" else escape
+        """A JSON string in the arguments' place, behind its first quote, decoded as it comes.
+
+        What is no escape is kept as it is written.
+        """
+        while (char := (yield from self._peek())) not in ("", '"'):
+            if char != "\\":
+                yield from self._run(_PLAIN, is_arguments=True)
+                continue
+            escape = yield from self._peek(2)
+            if escape == "\\u":
+                escape = yield from self._peek(6)
+                if escape[2:4].lower() in ("d8", "d9", "da", "db") and len(escape) == 6:
+                    # The first half of a character over U+FFFF.
+                    pair = yield from self._peek(8)
+                    pair = (yield from self._peek(12)) if pair[6:] == "\\u" else pair
+                    escape = pair if _PAIR.fullmatch(pair) else escape
+            try:
                 self._accept(escape, _decode(f'"{escape}"'))
-            elif char:
+            except _MalformedError:
                 self._accept(char, char)
-            else:
-                raise _MalformedError
+        if not char:
+            raise _MalformedError
         self._accept('"', "")
 
-    def _word(self, more: str = "", *, is_arguments: bool = False) -> Steps[str]:
+    def _word(self, *, is_arguments: bool = False) -> Steps[str]:
         """A name, a number or a constant; may be empty."""
         word = ""
-        while (char := (yield from self._peek())) and (char.isalnum() or char in _NAME_MARKS + more):
-            self._accept(char, char if is_arguments else None)
-            word += char
+        while part := (yield from self._run(_WORD, is_arguments=is_arguments)):
+            word += part
         return word
 
     def _literal(self, text: str) -> Steps[None]:
@@ -317,8 +347,8 @@ class CallReader:
         self._accept(char)
 
     def _spaces(self) -> Steps[None]:
-        while (char := (yield from self._peek())) and char in SPACES:
-            self._accept(char)
+        while (yield from self._run(_SPACES)):
+            pass
 
 
 def _decode(raw: str) -> str:
