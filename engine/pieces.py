@@ -1,6 +1,6 @@
 """What a completion is taken apart into: one piece per generated token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -37,9 +37,16 @@ class Piece:
         content: What it adds to the visible text.
         reasoning: What it adds to the reasoning.
         tool_parts: What it adds to tool calls, one part per call.
+        marks_reasoning: Whether it is a marker of reasoning, or a part of one.
     """
 
     segment: Segment
     content: str = ""
     reasoning: str = ""
     tool_parts: tuple[ToolCallPart, ...] = ()
+    marks_reasoning: bool = field(default=False, compare=False)
+
+    @property
+    def of_reasoning(self) -> bool:
+        """Tell whether the token is reasoning or a marker of it, and nothing else."""
+        return self.segment is Segment.REASONING or (self.segment is Segment.SPECIAL and self.marks_reasoning)

@@ -124,6 +124,7 @@ class _Token:
     content: str = ""
     reasoning: str = ""
     parts: tuple[ToolCallPart, ...] = ()
+    marks_reasoning: bool = False
 
     def add(self, segment: Segment, text: str, part: ToolCallPart | None) -> None:
         """Decide some characters."""
@@ -144,7 +145,7 @@ class _Token:
     def piece(self) -> Piece:
         """Return the decided token."""
         segment = Segment.SPECIAL if self.is_special else min(self.segments, key=_RANK.__getitem__)
-        return Piece(segment, self.content, self.reasoning, self.parts)
+        return Piece(segment, self.content, self.reasoning, self.parts, self.marks_reasoning)
 
 
 _RANK = {segment: rank for rank, segment in enumerate(Segment)}
@@ -278,6 +279,12 @@ class Segmenter:
             self._held = self._held[len(marker) :]
             self._read_calls(marker)
             return
+        if self._reasoning and marker in (self._reasoning.opening, self._reasoning.closing):
+            num_left = len(marker)
+            for token in self._tokens:
+                if num_left > 0:
+                    token.marks_reasoning = True
+                    num_left -= token.num_undecided
         self._take(len(marker), Segment.SPECIAL)
         if self._reasoning and marker == self._reasoning.opening:
             self._segment = Segment.REASONING

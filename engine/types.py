@@ -191,6 +191,7 @@ class ModelInfo:
         tokenizer_vocab_size: One more than the largest id that the tokenizer can decode.
         dtype: The dtype that the head returns, such as ``bfloat16``.
         max_model_len: Tokens of prompt and completion together.
+        sampling: The checkpoint's own settings, from its ``generation_config``.
         path: How sequences share forward passes; ``one_at_a_time`` gives each its own.
         device_map: Which module lies on which device.
     """
@@ -201,4 +202,5 @@ class ModelInfo:
     dtype: str
     max_model_len: int
     path: str = "one_at_a_time"
+    sampling: SamplingParams = SamplingParams()
     device_map: Mapping[str, str] = field(default_factory=dict)

@@ -437,3 +437,13 @@ def test_markers_are_found_in_chat_templates(
 def test_a_prompt_may_end_in_reasoning(prompt: str, continued: str, expected: bool) -> None:
     assert starts_in_reasoning(prompt, THINK, continued) is expected
     assert not starts_in_reasoning(prompt, None, continued)
+
+
+def test_reasoning_and_its_markers_are_told_from_other_special_tokens() -> None:
+    segmenter = Segmenter(
+        is_special=lambda token_id: token_id == 9, reasoning=THINK, tools=ToolFormat.HERMES, marker_ids={}
+    )
+    texts = [(1, "<think>"), (1, "a"), (1, "</thi"), (1, "nk>"), (1, "b"), (1, "<tool_call>x"), (9, "")]
+    pieces = [piece for token_id, text in texts for piece in segmenter.push(token_id, text)]
+    pieces += segmenter.finish()
+    assert [piece.of_reasoning for piece in pieces] == [True, True, True, True, False, False, False]
