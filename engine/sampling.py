@@ -1,10 +1,12 @@
 """From raw rows to token ids and logprobs. Pure functions: the raw rows are never written to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from engine.errors import LogitsOverflowError, ModelFaultError, NonFiniteLogitsError
+from engine.masks import forbid
 from engine.types import RowDtype, SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -61,6 +64,7 @@ def sample(
     token_ids: Sequence[Sequence[int]],
     generators: Sequence[torch.Generator],
     num_ids: int,
+    masks: Mapping[int, NDArray[np.uint8]] | None = None,
 ) -> list[int]:
     """Choose the next token of every row of one group.
 
@@ -71,6 +75,7 @@ def sample(
         token_ids: Prompt and completion of each row so far; the repetition penalty looks at them.
         generators: One per row, on the rows' device; greedy rows do not consume theirs.
         num_ids: Ids from here on are padding of the head, and never chosen.
+        masks: For rows whose grammar has a say: the ids that may be chosen, see :func:`engine.masks.forbid`.
 
     Returns:
         One id per row.
@@ -78,8 +83,10 @@ def sample(
     processed = logits
     if num_ids < logits.shape[-1]:
         processed = logits[:, :num_ids]
-    if params.repetition_penalty != 1 or not is_greedy(params):
+    if params.repetition_penalty != 1 or not is_greedy(params) or masks:
         processed = processed.to(torch.float32, copy=True)
+    if masks:
+        forbid(processed, masks)
     if params.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
         # Row by row, since their histories differ in length.
