@@ -391,7 +391,7 @@ class Worker:
         return good
 
     def _masks(self, sequences: list[Sequence]) -> dict[int, NDArray[np.uint8]]:
-        """Return which ids may come, by sequence id, where a grammar says so; fail those that cannot go on."""
+        """Return which ids may come, by sequence id, where a grammar says so; fail who cannot go on."""
         masks = {}
         for sequence in sequences:
             if sequence.grammar is not None:

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from engine.errors import ContextLengthError
+from engine.grammar import Grammar
 from engine.tokenizer import Tokenizer
 from engine.types import (
     Finish,
@@ -46,6 +47,7 @@ from schemas.logits import (
 from service.errors import Problem, ProblemsError, ServiceError
 from service.negotiate import Representation
 from service.settings import Settings
+from service.structured import read_response_format
 
 MIN_LOGPROB = -9999.0
 """What OpenAI's clients get for a probability of zero, since JSON has no infinity."""
@@ -111,7 +113,6 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "logit_bias": lambda value: not value,
     "tools": lambda value: not value,
     "tool_choice": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value.get("type") == "text",
     "return_tokens_as_token_ids": lambda value: not value,
     "min_tokens": lambda value: value == 0,
     "include_stop_str_in_output": lambda value: not value,
@@ -161,6 +162,9 @@ def check_chat(request: ChatRequest, form: Representation, settings: Settings) -
             Problem("invalid_value", "an Arrow answer holds b64_fp16 or b64_fp32 rows", "logits_encoding")
         )
     problems += _message_problems(request.messages)
+    problems += read_response_format(
+        request.response_format, ignore_unknown=settings.unknown_fields == "ignore"
+    )[1]
     if problems:
         raise ProblemsError(problems)
 
@@ -238,6 +242,8 @@ def plan_chat(
     prompt_token_ids: Sequence[int],
     info: ModelInfo,
     settings: Settings,
+    *,
+    grammar: Grammar | None = None,
 ) -> tuple[Plan, list[GenerationRequest]]:
     """Return what to answer, and what to generate: one engine request per choice.
 
@@ -318,6 +324,7 @@ def plan_chat(
         token_stats=plan.wants_stats,
         logit_token_ids=logit_token_ids,
         held_bytes=held_bytes,
+        grammar=grammar,
     )
     return plan, [
         replace(

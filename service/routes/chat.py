@@ -16,6 +16,7 @@ from service.errors import ServiceError
 from service.metrics import Metrics
 from service.negotiate import Representation, negotiate
 from service.settings import Settings
+from service.structured import compile_response_format
 
 
 @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
@@ -35,6 +36,7 @@ async def create_chat_completion(
         raise ServiceError("model_not_found", f"this server has {served}", "model")
     check_chat(chat, form, settings)
     prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len)
-    plan, requests = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
+    grammar = await compile_response_format(engine, chat.response_format)
+    plan, requests = plan_chat(chat, form, prompt_token_ids, engine.info, settings, grammar=grammar)
     answer = ArrowAnswer if form is Representation.ARROW else JsonAnswer
     return answer(engine, metrics, plan, requests)

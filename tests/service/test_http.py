@@ -79,7 +79,6 @@ def test_every_post_field_without_effect_is_taken(scripted: ServerThread) -> Non
     [
         ("stream", True),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
         ("logit_bias", {"5": 1}),
         ("chat_template", "x"),
         ("priority", 1),
