@@ -5,7 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 from engine.errors import LogitsOverflowError, ModelFaultError, NonFiniteLogitsError
+from engine.masks import forbid
 from engine.types import RowDtype, SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -63,13 +66,15 @@ class SampledRow:
         token_ids: Prompt and completion so far.
         num_prompt_tokens: How many of those are the prompt.
         generator: On the row's device; a greedy row does not consume it.
-        forbidden: Ids that must not be chosen now.
+        forbidden: Ids that must not be chosen now, unless ``allowed`` leaves nothing else.
+        allowed: The only ids that a grammar allows, as :func:`engine.masks.forbid` takes them.
     """
 
     token_ids: Sequence[int]
     num_prompt_tokens: int
     generator: torch.Generator
     forbidden: Collection[int] = ()
+    allowed: NDArray[np.uint8] | None = None
 
 
 def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *, num_ids: int) -> list[int]:
@@ -87,7 +92,8 @@ def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *
     """
     processed = logits
     is_edited = _edits_logits(params) or any(row.forbidden for row in rows)
-    if is_edited or not is_greedy(params):
+    masks = {place: row.allowed for place, row in enumerate(rows) if row.allowed is not None}
+    if is_edited or masks or not is_greedy(params):
         processed = processed.to(torch.float32, copy=True)
     if is_edited:
         # At full width, since a prompt of ids may hold those of the padding.
@@ -101,6 +107,8 @@ def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *
             # Only now, so that nothing is more unlikely than what is forbidden.
             processed[place, list(row.forbidden)] = -torch.inf
     processed = processed[:, :num_ids]
+    if masks:
+        forbid(processed, masks)
     if is_greedy(params):
         return _argmax(processed)
     processed = _processors(params)(None, processed)

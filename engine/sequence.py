@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.grammar import GrammarState
 from engine.outbox import Outbox
 from engine.stopping import StopChecker
 from engine.types import GenerationRequest, Timings
@@ -21,6 +22,7 @@ class Sequence:
         num_run: How many of those have been run, so that their keys and values are in the cache.
         num_prompt_rows: How many rows of the prompt have been delivered.
         num_cached: How many prompt tokens an earlier sequence had run.
+        grammar: Where the completion is in its grammar, if it has one; making way does not change that.
         paused_since: When its outbox was first found full; ``None`` while it has room.
     """
 
@@ -39,6 +41,7 @@ class Sequence:
     prefilled_at: float = 0.0
     max_batch_size: int = 0
     paused_since: float | None = None
+    grammar: GrammarState | None = None
 
     @property
     def num_left(self) -> int:

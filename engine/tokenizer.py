@@ -5,6 +5,7 @@ The only file that calls a Transformers tokenizer. It may be used from several t
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -46,8 +47,17 @@ _TEMPLATE_ERRORS = (
 )
 
 
+# Checkpoints add names such as <tool_call> and do not always call them special.
+_MARKER = re.compile(r"<\S+>|\[\S+\]")
+
+
 class Tokenizer:
-    """A Transformers tokenizer with the few calls that the server needs."""
+    """A Transformers tokenizer with the few calls that the server needs.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        markers: Ids of the tokens that mark structure, by their texts; special ones, and more.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -62,6 +72,11 @@ class Tokenizer:
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self.max_token_length = max(map(len, (*vocab, *self._special_ids)))
         self._special_set = frozenset(self._special_ids.values())
+        self.markers = {
+            content: token_id
+            for token_id, content in self._added.items()
+            if token_id in self._special_set or _MARKER.fullmatch(content)
+        }
         decoder = "" if self._backend is None else self._backend.to_str()
         kinds = _decoder_kinds(json.loads(decoder).get("decoder")) if decoder else set()
         self._is_byte_level = "ByteLevel" in kinds

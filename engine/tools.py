@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.grammar import ToolCall, ToolCalls
+
 
 class ToolFormat(StrEnum):
     """How a family of models writes its calls.
@@ -53,11 +55,13 @@ class Function:
         name: What the model calls it.
         description: For the model; may be empty.
         parameters: The JSON schema of its arguments, as JSON text.
+        param: Names the schema in an error.
     """
 
     name: str
     description: str = ""
     parameters: str = '{"type": "object"}'
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +77,7 @@ class Call:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForcedCalls:
-    """What a grammar needs to let a model write nothing but calls.
-
-    The text is ``begin``, one alternative (with ``is_many`` any number, at least one, with ``separator``
-    between them), ``end``.
-
-    Attributes:
-        begin: Text before the first call.
-        alternatives: Per function the text before the arguments, their JSON schema, and the text after them.
-        separator: Text between two calls.
-        end: Text after the last call.
-        is_many: Whether there may be more than one call.
-    """
-
-    begin: str
-    alternatives: tuple[tuple[str, str, str], ...]
-    separator: str
-    end: str
-    is_many: bool
-
-
-def forced_calls(tools: ToolFormat, functions: Sequence[Function], *, is_many: bool) -> ForcedCalls:
+def forced_calls(tools: ToolFormat, functions: Sequence[Function], *, is_many: bool) -> ToolCalls:
     """Return how calls of these functions are written, in a form that :mod:`engine.calls` reads.
 
     Args:
@@ -114,11 +96,13 @@ def forced_calls(tools: ToolFormat, functions: Sequence[Function], *, is_many: b
         ToolFormat.LLAMA3: ("", "", "", "; ", ""),
         ToolFormat.MISTRAL: ("[TOOL_CALLS][", "", "", ", ", "]"),
     }[tools]
-    alternatives = tuple(
-        (f'{before}{{"name": {_quoted(each.name)}, "{key}": ', each.parameters, "}" + after)
+    calls = tuple(
+        ToolCall(
+            f'{before}{{"name": {_quoted(each.name)}, "{key}": ', each.parameters, "}" + after, each.param
+        )
         for each in functions
     )
-    return ForcedCalls(begin, alternatives, separator, end, is_many)
+    return ToolCalls(begin, calls, separator, end, is_many)
 
 
 def tool_prompt(functions: Sequence[Function]) -> str:

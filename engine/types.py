@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.grammar import Grammar
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended by itself. Failures and cancellations are exceptions."""
@@ -69,6 +71,8 @@ class GenerationRequest:
         prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
         prompt_logprobs: Ask for the logprobs of those tokens, and ``num_top_logprobs`` alternatives.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
+        grammar: What the completion obeys. It ends where that has ended, ``ignore_eos`` or not.
+        grammar_after: The grammar starts behind this text in the completion; ``None`` starts it at once.
     """
 
     request_id: str
@@ -91,6 +95,8 @@ class GenerationRequest:
     prompt_row_dtype: RowDtype | None = None
     prompt_logprobs: bool = False
     held_bytes: int = 0
+    grammar: Grammar | None = None
+    grammar_after: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.errors import ContextLengthError
+from engine.grammar import Grammar, ToolCalls
 from engine.segments import (
     ReasoningMarkers,
     Segment,
@@ -21,7 +22,7 @@ from engine.segments import (
     starts_in_reasoning,
 )
 from engine.tokenizer import Tokenizer
-from engine.tools import Call, Function, ToolFormat, render_calls, render_result, tool_prompt
+from engine.tools import Call, Function, ToolFormat, forced_calls, render_calls, render_result, tool_prompt
 from engine.types import GenerationRequest, ModelInfo, TokenEvent, TopLogprobs
 from schemas.chat import (
     AssistantMessage,
@@ -138,12 +139,15 @@ class ChatPrompt:
     Attributes:
         token_ids: Its ids.
         splitting: How the answer is split into segments; ``None`` if it is one text.
-        tools: The form in which the model writes calls, if it may call.
+        forced: The tool calls that must come, if any must.
+        reasoning_end: The marker that the answer must write before anything else counts, since the prompt
+            ends inside reasoning.
     """
 
     token_ids: list[int]
     splitting: Splitting | None
-    tools: ToolFormat | None
+    forced: ToolCalls | None
+    reasoning_end: str | None
 
 
 def chat_prompt(
@@ -185,16 +189,33 @@ def chat_prompt(
         raise ContextLengthError(least, request.max_tokens, max_model_len)
     reasoning = reasoning_markers(template, settings)
     splitting = None
+    in_reasoning = starts_in_reasoning(text, reasoning, messages[-1]["content"] if continues else "")
     if reasoning is not None or tools is not None:
-        continued = messages[-1]["content"] if continues else ""
         splitting = Splitting(
-            _segmenters(
-                tokenizer, reasoning, tools, in_reasoning=starts_in_reasoning(text, reasoning, continued)
-            ),
+            _segmenters(tokenizer, reasoning, tools, in_reasoning=in_reasoning),
             hides_reasoning=request.include_reasoning is False,
             is_single_call=request.parallel_tool_calls is False,
         )
-    return ChatPrompt(tokenizer.encode(text), splitting, tools)
+    return ChatPrompt(
+        tokenizer.encode(text),
+        splitting,
+        _forced(request, tools, functions),
+        reasoning.closing if reasoning is not None and in_reasoning else None,
+    )
+
+
+def _forced(
+    request: ChatRequest, tools: ToolFormat | None, functions: Sequence[Function]
+) -> ToolCalls | None:
+    """Return the calls that the request insists on."""
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        functions = [each for each in functions if each.name == choice.function.name]
+    elif choice != "required":
+        return None
+    assert tools is not None
+    is_many = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    return forced_calls(tools, functions, is_many=is_many)
 
 
 def reasoning_markers(chat_template: str, settings: Settings) -> ReasoningMarkers | None:
@@ -216,9 +237,10 @@ def _functions(request: ChatRequest) -> list[Function]:
         Function(
             tool.function.name,
             tool.function.description or "",
-            msgspec.json.encode(tool.function.parameters or {"type": "object", "properties": {}}).decode(),
+            msgspec.json.encode(tool.function.parameters or {"type": "object"}).decode(),
+            f"tools[{place}].function.parameters",
         )
-        for tool in request.tools or ()
+        for place, tool in enumerate(request.tools or ())
     ]
 
 
@@ -339,6 +361,8 @@ def plan_chat(
     prompt: ChatPrompt,
     info: ModelInfo,
     settings: Settings,
+    *,
+    grammar: Grammar | None,
 ) -> tuple[Plan, list[GenerationRequest]]:
     """Return what to answer, and what to generate: one engine request per choice.
 
@@ -357,6 +381,8 @@ def plan_chat(
         max_tokens=request.max_completion_tokens if is_newer else request.max_tokens,
         wants_entries=wants_entries,
         num_top_logprobs=(request.top_logprobs or 0) if wants_entries else 0,
+        grammar=grammar,
+        grammar_after=prompt.reasoning_end,
     )
 
 

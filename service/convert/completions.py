@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from engine.errors import ContextLengthError
+from engine.grammar import Grammar
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, ModelInfo, TokenEvent, TopLogprobs
 from schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -153,6 +154,8 @@ def plan_completion(
     prompts: Sequence[Echo],
     info: ModelInfo,
     settings: Settings,
+    *,
+    grammar: Grammar | None,
 ) -> tuple[Plan, list[GenerationRequest]]:
     """Return what to answer, and what to generate: one engine request per choice.
 
@@ -170,6 +173,7 @@ def plan_completion(
         wants_entries=wants_entries(request),
         num_top_logprobs=request.logprobs or 0,
         wants_prompt_entries=bool(request.echo) and wants_entries(request),
+        grammar=grammar,
     )
 
 

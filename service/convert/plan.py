@@ -9,12 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from engine.grammar import Grammar
 from engine.types import GenerationRequest, ModelInfo, RowDtype, SamplingParams
 from schemas.logits import LogitsEncoding, Metadata
 from schemas.sampling import GenerationFields
 from service.errors import Problem, ProblemsError, ServiceError
 from service.negotiate import Representation
 from service.settings import Settings
+from service.structured import read_response_format
 
 SELECTED_BYTES_PER_VALUE = 40
 """Of a selected logit while it is held: a Python float and its place in a list."""
@@ -128,6 +130,8 @@ def check_fields(request: GenerationFields, form: Representation, settings: Sett
         problems.append(
             Problem("invalid_value", "an Arrow answer holds b64_fp16 or b64_fp32 rows", "logits_encoding")
         )
+    ignores_unknown = settings.unknown_fields == "ignore"
+    problems += read_response_format(request.response_format, ignore_unknown=ignores_unknown)[1]
     problems += [
         Problem("invalid_value", "keys are token ids", f"logit_bias.{name[:20]}")
         for name in request.logit_bias or ()
@@ -167,6 +171,8 @@ def plan_answer(
     wants_entries: bool,
     num_top_logprobs: int,
     wants_prompt_entries: bool = False,
+    grammar: Grammar | None = None,
+    grammar_after: str | None = None,
 ) -> tuple[Plan, list[GenerationRequest]]:
     """Return what to answer, and what to generate: one engine request per choice.
 
@@ -181,6 +187,8 @@ def plan_answer(
         wants_entries: Whether a JSON answer has logprobs entries.
         num_top_logprobs: Alternatives of each entry; -1 is all of V.
         wants_prompt_entries: Whether the prompts' tokens have entries too.
+        grammar: What each choice obeys.
+        grammar_after: The text behind which it starts.
 
     Raises:
         ServiceError: ``logit_budget_exceeded``.
@@ -260,6 +268,8 @@ def plan_answer(
         logit_token_ids=logit_token_ids,
         prompt_logprobs=wants_prompt_entries,
         held_bytes=held_bytes,
+        grammar=grammar,
+        grammar_after=grammar_after if grammar is not None else None,
     )
     if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
         message = f"more than the {max_tokens} tokens that may come at most"

@@ -20,6 +20,7 @@ from service.decode import check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
 from service.negotiate import negotiate
 from service.settings import Settings
+from service.structured import compile_format
 
 
 @post("/v1/completions", status_code=200, operation_id="createCompletion")
@@ -40,6 +41,7 @@ async def create_completion(
     prompts = await asyncio.to_thread(
         completion_prompts, completion, raw_prompts, engine.tokenizer, engine.info
     )
-    plan, requests = plan_completion(completion, form, prompts, engine.info, settings)
+    grammar = await compile_format(engine, completion.response_format)
+    plan, requests = plan_completion(completion, form, prompts, engine.info, settings, grammar=grammar)
     dialect = CompletionDialect(plan, engine.tokenizer, prompts if completion.echo else None)
     return answer_for(form, is_stream=bool(completion.stream))(engine, metrics, dialect, requests)

@@ -228,7 +228,6 @@ def test_a_stream_that_fails_says_so_and_has_no_end_mark(serve: Serve) -> None:
     error = json.loads(blocks[-1].removeprefix("data: "))["error"]
     assert error["code"] == "non_finite_logits"
     assert b"[DONE]" not in reply.body
-    assert b'"abc"' not in reply.body
     assert server.request("GET", "/health").status == 200
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.grammar import ToolCalls
 from engine.segments import Segmenter
 from engine.tools import (
     Call,
-    ForcedCalls,
     Function,
     ToolFormat,
     forced_calls,
@@ -32,11 +32,9 @@ def read(text: str, tools: ToolFormat) -> tuple[str, list[tuple[str | None, str]
     return content, calls
 
 
-def written(forced: ForcedCalls, texts: list[str]) -> str:
+def written(forced: ToolCalls, texts: list[str]) -> str:
     """What a model writes that is forced to call the functions in their order."""
-    calls = [
-        before + text + after for (before, _, after), text in zip(forced.alternatives, texts, strict=True)
-    ]
+    calls = [call.prefix + text + call.suffix for call, text in zip(forced.calls, texts, strict=True)]
     return forced.begin + forced.separator.join(calls) + forced.end
 
 
@@ -46,7 +44,7 @@ def test_forced_calls_are_written_as_they_are_read(tools: ToolFormat) -> None:
     texts = ['{"city": "Köln"}', "{}", '{"a": [1]}']
     many = forced_calls(tools, functions, is_many=True)
     assert many.is_many
-    assert [schema for _, schema, _ in many.alternatives] == [each.parameters for each in functions]
+    assert [call.schema for call in many.calls] == [each.parameters for each in functions]
     names = [each.name for each in functions]
     assert read(written(many, texts), tools) == ("", list(zip(names, texts, strict=True)))
     one = forced_calls(tools, [WEATHER], is_many=False)
