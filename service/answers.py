@@ -7,6 +7,7 @@ Whatever ends it, the request leaves the engine.
 import asyncio
 import logging
 import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -62,6 +63,7 @@ class GenerationAnswer(ABC):
         self._plan = dialect.plan
         self._requests = requests
         self._outcome = "answered"
+        self._sending_since: float | None = None
         self._choices = [
             dialect.choice(
                 place,
@@ -83,19 +85,17 @@ class GenerationAnswer(ABC):
             outboxes = [self._engine.submit(request) for request in self._requests]
             writing = asyncio.ensure_future(self._write(outboxes, send))
             leaving = asyncio.ensure_future(_disconnected(receive))
+            stalling = asyncio.ensure_future(self._stalled())
             failing = [asyncio.ensure_future(outbox.failed.wait()) for outbox in outboxes]
-            tasks = [writing, leaving, *failing]
+            tasks = [writing, leaving, stalling, *failing]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done() and not leaving.done():
+            if not writing.done() and not leaving.done() and not stalling.done():
                 # The writer tells the client, unless it waits for a reader that takes nothing.
                 await asyncio.wait(
                     (writing, leaving), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED
                 )
             if writing.done():
-                try:
-                    writing.result()
-                except TimeoutError:
-                    self._cut(scope)
+                writing.result()
             elif leaving.done():
                 self._outcome = "client_left"
             else:
@@ -118,14 +118,23 @@ class GenerationAnswer(ABC):
         abort: Callable[[], None] = scope["state"]["abort"]
         abort()
 
-    async def _send(self, send: Send, message: Any) -> None:
-        """Send a part of the answer.
+    async def _stalled(self) -> None:
+        """Return once a part was not taken for as long as a reader may stall.
 
-        Raises:
-            TimeoutError: The client took nothing for as long as a reader may stall.
+        One watch for the whole answer: a timeout of each part would cost as much as sending it.
         """
-        async with asyncio.timeout(self._engine.config.stall_timeout_s):
-            await send(message)
+        limit_s = self._engine.config.stall_timeout_s
+        left_s = limit_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            since = self._sending_since
+            left_s = limit_s if since is None else since + limit_s - time.monotonic()
+
+    async def _send(self, send: Send, message: Any) -> None:
+        """Send a part of the answer; returns when there is room for the next one."""
+        self._sending_since = time.monotonic()
+        await send(message)
+        self._sending_since = None
 
     async def _start(self, send: Send, media_type: str, **headers: str) -> None:
         """Send the head of the answer."""

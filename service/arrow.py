@@ -14,6 +14,7 @@ from engine.types import TokenEvent
 from schemas.arrow import END_KEY, ERROR_KEY, row_schema
 from schemas.chat import ChatCompletion
 from schemas.completions import Completion
+from service import single
 from service.convert.choice import Token
 from service.convert.plan import Plan
 
@@ -23,7 +24,7 @@ BATCH_BYTES = 64 * 2**10
 SMALL_BYTES = 4096
 """Pieces below this are joined, since each piece sent costs a call."""
 
-Piece: TypeAlias = "bytes | pa.Buffer"
+Piece: TypeAlias = "bytes | memoryview | pa.Buffer"
 
 
 class _Sink:
@@ -89,6 +90,10 @@ class RowWriter:
         self._dtype = plan.row_dtype
         self._has_stats = plan.wants_stats
         self._num_selected = len(plan.logit_token_ids)
+        self._shape = single.Shape(
+            plan.info.vocab_size, plan.row_dtype, plan.wants_stats, len(plan.logit_token_ids)
+        )
+        self._is_compressed = plan.arrow_compression is not None
         self._schema = row_schema(
             plan.info.vocab_size,
             plan.row_dtype,
@@ -101,6 +106,10 @@ class RowWriter:
         self._file: Any = pa.PythonFile(self._sink, mode="w")
         options = pa.ipc.IpcWriteOptions(compression=plan.arrow_compression)
         self._writer = pa.ipc.new_stream(self._file, self._schema, options=options)
+        # The writer puts the schema before its own first batch, but another may come before that.
+        self._writer.write_batch(self._empty())
+        self._sink.drain()
+        self._sink.write(self._schema.serialize())
         self.num_rows = [0] * plan.num_choices
         # Positions count from 0 in each part of each choice.
         self._positions: dict[tuple[int, bool], int] = {}
@@ -129,9 +138,39 @@ class RowWriter:
         step = max(1, BATCH_BYTES // max(1, first.num_bytes))
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
-            is_last = start + step >= len(tokens)
-            self._writer.write_batch(self._batch(choice, part, finish_reason if is_last else None))
+            reason = finish_reason if start + step >= len(tokens) else None
+            if len(part) == 1 and not self._is_compressed:
+                self._write_one(choice, part[0], reason)
+            else:
+                self._writer.write_batch(self._batch(choice, part, reason))
             self.num_rows[choice] += len(part)
+
+    def _write_one(self, choice: int, token: Token, finish_reason: str | None) -> None:
+        """Write one token as a batch, as pyarrow would."""
+        event = token.event
+        assert event is not None
+        assert event.logprob is not None
+        token_bytes = self._tokenizer.token_bytes(event.token_id)
+        self._sink.write(
+            single.encode(
+                self._shape,
+                single.Cells(
+                    choice=choice,
+                    position=self._next_positions(choice, [token]),
+                    segment=(token.segment or "prompt").encode(),
+                    token_id=event.token_id,
+                    token=token_bytes.decode(errors="replace").encode(),
+                    token_bytes=token_bytes,
+                    logprob=event.logprob,
+                    stats=event.stats,
+                    finish_reason=None if finish_reason is None else finish_reason.encode(),
+                    selected=b"" if event.selected is None else event.selected.tobytes(),
+                ),
+            )
+        )
+        if event.row is not None:
+            self._sink.write(event.row.data.cast("B"))
+            self._sink.write(bytes(-event.row.nbytes % single.ALIGNMENT))
 
     def end(self, completion: ChatCompletion | Completion) -> list[memoryview]:
         """Write the end record and the end-of-stream mark."""
@@ -145,17 +184,17 @@ class RowWriter:
         return self._sink.drain()
 
     def _write_record(self, key: bytes, value: bytes) -> None:
-        empty = pa.RecordBatch.from_pylist([], schema=self._schema)
-        self._writer.write_batch(empty, custom_metadata={key: value})
+        self._writer.write_batch(self._empty(), custom_metadata={key: value})
+
+    def _empty(self) -> pa.RecordBatch:
+        return pa.RecordBatch.from_pylist([], schema=self._schema)
 
     def _batch(self, choice: int, decided: Sequence[Token], finish_reason: str | None) -> pa.RecordBatch:
         """Return one batch; its rows are the engine's own memory where there is one token."""
         tokens = [token.event for token in decided if token.event is not None]
         num = len(tokens)
         ids = [event.token_id for event in tokens]
-        part = (choice, decided[0].is_prompt)
-        first = self._positions.get(part, 0)
-        self._positions[part] = first + num
+        first = self._next_positions(choice, decided)
         columns = [
             pa.array([choice] * num, pa.int32()),
             pa.array(range(first, first + num), pa.int32()),
@@ -180,6 +219,13 @@ class RowWriter:
         if self._dtype is not None:
             columns.append(self._lists("logits", [event.row for event in tokens if event.row is not None]))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _next_positions(self, choice: int, tokens: Sequence[Token]) -> int:
+        """Return the position of the first of some tokens of one part, and count them."""
+        part = (choice, tokens[0].is_prompt)
+        first = self._positions.get(part, 0)
+        self._positions[part] = first + len(tokens)
+        return first
 
     def _lists(self, name: str, rows: Sequence[NDArray[np.floating]]) -> pa.Array:
         """Return a column of fixed-size lists; of one row it is the row's own memory."""
