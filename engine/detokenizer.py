@@ -19,13 +19,20 @@ class Detokenizer:
         self._ids: list[int] = []
         self._start = 0
         self._known = 0
+        self._is_split = False
+
+    @property
+    def is_split(self) -> bool:
+        """Tell whether the last id left a character half decoded."""
+        return self._is_split
 
     def push(self, token_id: int) -> str:
         """Add an id and return the text that became final, which may be empty."""
         self._ids.append(token_id)
         known = self._decode(self._ids[self._start : self._known])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(known) or text.endswith(REPLACEMENT):
+        self._is_split = len(text) > len(known) and text.endswith(REPLACEMENT)
+        if len(text) <= len(known) or self._is_split:
             return ""
         self._start, self._known = self._known, len(self._ids)
         return text[len(known) :]
@@ -35,4 +42,5 @@ class Detokenizer:
         known = self._decode(self._ids[self._start : self._known])
         text = self._decode(self._ids[self._start :])
         self._start = self._known = len(self._ids)
+        self._is_split = False
         return text[len(known) :]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
 
@@ -20,6 +20,7 @@ from engine.errors import (
     ShuttingDownError,
     StepError,
 )
+from engine.grammar import Grammar, GrammarCompiler, GrammarSpec
 from engine.inbox import Cancel, Inbox, Stop, Submit
 from engine.outbox import Outbox
 from engine.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class Engine:
         self._load_error: LoadError | None = None
         self._info: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
+        self._grammars: GrammarCompiler | None = None
 
     # Life.
 
@@ -183,6 +185,19 @@ class Engine:
         self._idle.clear()
         return outbox
 
+    def compile_grammar(
+        self, spec: GrammarSpec, param: str | None = None, *, after: str | None = None
+    ) -> Grammar:
+        """Return a grammar that requests may have. Takes up to seconds: not for the event loop.
+
+        Raises:
+            InvalidRequestError: As :meth:`engine.grammar.GrammarCompiler.compile`.
+            LoadingError: The model is not loaded yet.
+        """
+        if self._grammars is None:
+            raise LoadingError("the model is still being loaded")
+        return self._grammars.compile(spec, param, after=after)
+
     def cancel(self, request_id: str) -> None:
         """Forget a request, whether it has ended or not. The worker drops it at the next step."""
         if self._outboxes.pop(request_id, None) is not None:
@@ -195,8 +210,13 @@ class Engine:
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         vocab_size = self.info.vocab_size
-        for name in ("prompt_token_ids", "stop_token_ids", "logit_token_ids"):
-            ids = getattr(request, name)
+        ids_by_name: dict[str, Iterable[int]] = {
+            "prompt": request.prompt_token_ids,
+            "stop_token_ids": request.stop_token_ids,
+            "logit_token_ids": request.logit_token_ids,
+            "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),
+        }
+        for name, ids in ids_by_name.items():
             if bad := [each for each in ids if not 0 <= each < vocab_size]:
                 raise InvalidRequestError(f"token id {bad[0]} is not in 0..{vocab_size - 1}", name)
         max_model_len = self.info.max_model_len
@@ -219,6 +239,7 @@ class Engine:
             failure = LoadError(f"loading failed with {type(error).__name__}: {error}")
             self._on_loop(partial(self._loaded, None, None, failure))
             raise
+        self._grammars = GrammarCompiler(model.tokenizer, info.vocab_size, model.eos_token_ids)
         self._on_loop(partial(self._loaded, info, model.tokenizer, None))
         worker = Worker(self.config, model, self._inbox, self._on_loop, self._stepped)
         try:

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from engine.config import EngineConfig
 from engine.errors import LoadError
@@ -17,7 +23,7 @@ from engine.fake import ScriptedRunner, byte_tokenizer
 from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner
 from engine.tokenizer import Tokenizer
-from engine.types import ModelInfo
+from engine.types import ModelInfo, SamplingParams
 from engine.worker import Model
 
 logger = logging.getLogger(__name__)
@@ -42,7 +48,8 @@ def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
     if config.threads:
         torch.set_num_threads(config.threads)
     try:
-        model, name, device_map = _scripted(config) if config.model_name == SCRIPTED_NAME else _real(config)
+        is_scripted = config.model_name == SCRIPTED_NAME
+        model, name, device_map, sampling = _scripted(config) if is_scripted else _real(config)
     except LoadError:
         raise
     except Exception as error:
@@ -57,6 +64,7 @@ def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
         max_model_len=model.max_model_len,
         path="batched" if model.runner.is_batched else "one_at_a_time",
         device_map=device_map,
+        sampling=sampling,
     )
     logger.info(
         "loaded",
@@ -65,7 +73,7 @@ def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
     return model, info
 
 
-def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
+def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     tokenizer = byte_tokenizer()
     assert tokenizer.eos_token_id is not None
     runner = ScriptedRunner(
@@ -73,10 +81,10 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
     )
     max_model_len = config.max_model_len or SCRIPTED_MODEL_LEN
     model = Model(runner, tokenizer, frozenset({tokenizer.eos_token_id}), max_model_len)
-    return model, SCRIPTED_NAME, {"": "cpu"}
+    return model, SCRIPTED_NAME, {"": "cpu"}, SamplingParams()
 
 
-def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
+def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
@@ -102,7 +110,15 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str]]:
         model_of(model, tokenizer, config),
         config.model_name or EMBEDDED_NAME,
         {str(module): str(device) for module, device in device_map.items()},
+        own_sampling(model.generation_config),
     )
+
+
+def own_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
+    """Return the settings that a checkpoint recommends; neutral where it says nothing."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: getattr(generation_config, name, None) for name in names}
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
 def model_of(model: PreTrainedModel, tokenizer: Tokenizer, config: EngineConfig) -> Model:

@@ -66,8 +66,8 @@ class Extracts:
     ) -> None:
         raw = (logits if len(wanted) == len(logits) else logits[wanted]).float()  # (n, V)
         logprobs = raw_logprobs(raw)
-        ids = torch.tensor([token_ids[row] for row in wanted], device=raw.device)[:, None]  # (n, 1)
-        self.logprobs = dict(zip(wanted, logprobs.gather(1, ids)[:, 0].tolist(), strict=True))
+        ids = [token_ids[row] for row in wanted]
+        self.logprobs = dict(zip(wanted, _picked(logprobs, ids), strict=True))
         num_top = max(requests[row].num_top_logprobs for row in wanted)
         if num_top:
             values, best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]))
@@ -76,7 +76,8 @@ class Extracts:
                     self.top_logprobs[row] = TopLogprobs(row_best[:num], row_values[:num])
         places = [place for place, row in enumerate(wanted) if requests[row].token_stats]
         if places:
-            stats = token_stats(raw[places], logprobs[places], ids[places])
+            columns = torch.tensor([[ids[place]] for place in places], device=raw.device)  # (n, 1)
+            stats = token_stats(raw[places], logprobs[places], columns)
             self.stats = dict(zip((wanted[place] for place in places), stats, strict=True))
 
     def _take_rows(self, logits: Tensor, wanted: list[int], dtype: RowDtype) -> None:
@@ -105,6 +106,14 @@ def token_stats(raw: Tensor, logprobs: Tensor, token_ids: Tensor) -> list[TokenS
     margin = best[:, 0] - best[:, 1]
     columns = (each.tolist() for each in (entropy, logsumexp, rank, margin))
     return [TokenStats(*values) for values in zip(*columns, strict=True)]
+
+
+def _picked(values: Tensor, ids: Sequence[int]) -> list[float]:
+    """Return of each row (n, V) the value at its id."""
+    if values.device.type == "cpu":
+        # Through numpy, since each of torch's small operations costs more than the look at a value.
+        return [float(row[token_id]) for row, token_id in zip(values.numpy(), ids, strict=True)]
+    return values.gather(1, torch.tensor(ids, device=values.device)[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
 def _frozen(values: Tensor) -> NDArray[np.floating]:

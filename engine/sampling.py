@@ -1,10 +1,13 @@
 """From raw rows to token ids and logprobs. Pure functions: the raw rows are never written to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -17,6 +20,7 @@ from transformers import (
 )
 
 from engine.errors import LogitsOverflowError, ModelFaultError, NonFiniteLogitsError
+from engine.masks import forbid
 from engine.types import RowDtype, SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -54,48 +58,98 @@ def _processors(params: SamplingParams) -> LogitsProcessorList:
     return chain
 
 
-def sample(
-    logits: Tensor,
-    params: SamplingParams,
-    *,
-    token_ids: Sequence[Sequence[int]],
-    generators: Sequence[torch.Generator],
-    num_ids: int,
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What the choice of one row's next token depends on, beside the row and its group's settings.
+
+    Attributes:
+        token_ids: Prompt and completion so far.
+        num_prompt_tokens: How many of those are the prompt.
+        generator: On the row's device; a greedy row does not consume it.
+        forbidden: Ids that must not be chosen now, unless ``allowed`` leaves nothing else.
+        allowed: The only ids that a grammar allows, as :func:`engine.masks.forbid` takes them.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    generator: torch.Generator
+    forbidden: Collection[int] = ()
+    allowed: NDArray[np.uint8] | None = None
+
+
+def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *, num_ids: int) -> list[int]:
     """Choose the next token of every row of one group.
 
     Args:
         logits: (B, V), any float dtype, on device. Raw; row b predicts the next token of row b. Never
             written to.
         params: The settings that all rows of the group share.
-        token_ids: Prompt and completion of each row so far; the repetition penalty looks at them.
-        generators: One per row, on the rows' device; greedy rows do not consume theirs.
+        rows: What differs from row to row, B of them.
         num_ids: Ids from here on are padding of the head, and never chosen.
 
     Returns:
         One id per row.
     """
     processed = logits
-    if num_ids < logits.shape[-1]:
-        processed = logits[:, :num_ids]
-    if params.repetition_penalty != 1 or not is_greedy(params):
+    is_edited = _edits_logits(params) or any(row.forbidden for row in rows)
+    masks = {place: row.allowed for place, row in enumerate(rows) if row.allowed is not None}
+    if is_edited or masks or not is_greedy(params):
         processed = processed.to(torch.float32, copy=True)
-    if params.repetition_penalty != 1:
-        penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    if is_edited:
+        # At full width, since a prompt of ids may hold those of the padding.
         # Row by row, since their histories differ in length.
-        for row, history in enumerate(token_ids):
-            ids = torch.tensor([history], device=processed.device)
-            processed[row] = penalty(ids, processed[row : row + 1])[0]
+        for place, row in enumerate(rows):
+            _edit(processed[place], params, row)
         # An extreme penalty overflows, and infinities would become NaN below.
         limit = torch.finfo(torch.float32).max / 4
         processed = torch.nan_to_num(processed, nan=0.0, posinf=limit, neginf=-limit)
+        for place, row in enumerate(rows):
+            # Only now, so that nothing is more unlikely than what is forbidden.
+            processed[place, list(row.forbidden)] = -torch.inf
+    processed = processed[:, :num_ids]
+    if masks:
+        forbid(processed, masks)
     if is_greedy(params):
         return _argmax(processed)
     processed = _processors(params)(None, processed)
     probs = torch.softmax(processed, dim=-1)  # (B, num_ids)
     return [
-        int(torch.multinomial(probs[row], 1, generator=generator)) for row, generator in enumerate(generators)
+        int(torch.multinomial(probs[place], 1, generator=row.generator)) for place, row in enumerate(rows)
     ]
+
+
+def _edits_logits(params: SamplingParams) -> bool:
+    """Tell whether these params change logits before temperature and filters."""
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or bool(params.logit_bias)
+    )
+
+
+def _edit(logits: Tensor, params: SamplingParams, row: SampledRow) -> None:
+    """Apply bias and penalties in place, in the order of Transformers and vLLM: the bias comes first.
+
+    The frequency and presence penalties follow the formula of OpenAI's API reference: a token that the
+    completion holds c times, c > 0, loses ``c * frequency_penalty + presence_penalty``.
+
+    Args:
+        logits: float32 (V,), a copy.
+        params: Of the row's group.
+        row: The row's history.
+    """
+    if params.logit_bias:
+        ids, bias = zip(*params.logit_bias, strict=True)
+        logits[list(ids)] += torch.tensor(bias, device=logits.device)
+    if params.repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        history = torch.tensor([row.token_ids], device=logits.device)
+        logits.copy_(penalty(history, logits[None])[0])
+    completion = row.token_ids[row.num_prompt_tokens :]
+    if completion and (params.frequency_penalty or params.presence_penalty):
+        used, counts = torch.tensor(completion, device=logits.device).unique(return_counts=True)
+        logits[used] -= counts * params.frequency_penalty + params.presence_penalty
 
 
 def _argmax(rows: Tensor) -> list[int]:

@@ -8,7 +8,10 @@ from engine.sequence import Sequence
 
 
 class Scheduler:
-    """First come, first served. A sequence that had to make way is served before those that never ran."""
+    """First come, first served, among those of the same priority; lower goes first.
+
+    A sequence that had to make way is served before those that never ran.
+    """
 
     def __init__(self, max_batch_size: int, prefill_chunk: int) -> None:
         self._max_batch_size = max_batch_size
@@ -23,7 +26,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait its turn."""
-        self.waiting.append(sequence)
+        place = len(self.waiting)
+        # One that has run already keeps its place in front, whoever comes.
+        while (
+            place
+            and self.waiting[place - 1].request.priority > sequence.request.priority
+            and not self.waiting[place - 1].admitted_at
+        ):
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def next_to_admit(self) -> Sequence | None:
         """Return the sequence whose turn it is, if there is one and a place for it."""

@@ -1,5 +1,6 @@
 """When a sequence ends, and which of its text may be shown before that."""
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,11 @@ class Stopped:
 
 
 class StopChecker:
-    """Turns the generated ids of one sequence into shown text and, in the end, a reason."""
+    """Turns the generated ids of one sequence into shown text, token by token, and in the end a reason.
+
+    A token's text is given out whole, once all of it is final. The parts of a split character become final
+    together: the last one has the character, the others have no text.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,8 @@ class StopChecker:
         stop_token_ids: Mapping[int, str | int],
         stop: Sequence[str],
         max_tokens: int,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         """Prepare an empty completion.
 
@@ -76,27 +83,102 @@ class StopChecker:
             stop_token_ids: Ids that end the sequence, each with the stop reason to report.
             stop: Strings that end the sequence; looked for in generated text only.
             max_tokens: Tokens after which it ends in any case.
+            min_tokens: Tokens whose text is not searched for stop strings.
+            include_stop: Show what the sequence stopped at.
         """
         self._detokenizer = detokenizer
         self._eos_token_ids = eos_token_ids
         self._stop_token_ids = stop_token_ids
         self._stop_strings = StopStrings(stop)
         self._tokens_left = max_tokens
+        self._unsearched_left = min_tokens
+        self._include_stop = include_stop
+        self._num_split = 0
+        # Tokens whose text is complete but not shown: how many share a text, and the text.
+        self._units: deque[tuple[int, str]] = deque()
+        self._num_shown = 0
 
-    def push(self, token_id: int) -> tuple[str, Stopped | None]:
-        """Add a generated id; return the text that became final and the end, if this is it."""
+    def push(self, token_id: int) -> tuple[tuple[str, ...], Stopped | None]:
+        """Add a generated id.
+
+        Returns:
+            The texts of the tokens whose text became final, oldest first, one string a token; and the end,
+            if this is it. With the end, all tokens that were left are among them.
+        """
         self._tokens_left -= 1
+        self._num_split += 1
+        self._unsearched_left -= 1
         is_stop_id = token_id in self._stop_token_ids
         if is_stop_id or token_id in self._eos_token_ids:
-            shown, stop = self._stop_strings.push(self._detokenizer.flush())
-            if stop is not None:
-                return shown, Stopped(FinishReason.STOP, stop)
-            stop_reason = self._stop_token_ids[token_id] if is_stop_id else None
-            return shown + self._stop_strings.flush(), Stopped(FinishReason.STOP, stop_reason)
-        shown, stop = self._stop_strings.push(self._detokenizer.push(token_id))
+            return self._end_at_token(token_id, self._stop_token_ids.get(token_id))
+        piece = self._detokenizer.push(token_id)
+        if not self._detokenizer.is_split:
+            self._close_unit(piece)
+        stop = self._search(piece)
         if stop is None and self._tokens_left == 0:
-            rest, stop = self._stop_strings.push(self._detokenizer.flush())
-            shown += rest
+            rest = self._detokenizer.flush()
+            if self._num_split:
+                self._close_unit(rest)
+            stop = self._search(rest)
             if stop is None:
-                return shown + self._stop_strings.flush(), Stopped(FinishReason.LENGTH, None)
-        return shown, None if stop is None else Stopped(FinishReason.STOP, stop)
+                self._num_shown += len(self._stop_strings.flush())
+                return self._release_all(), Stopped(FinishReason.LENGTH, None)
+        if stop is not None:
+            return self._release_all(), Stopped(FinishReason.STOP, stop)
+        return self._release(), None
+
+    def _end_at_token(
+        self, token_id: int, stop_reason: str | int | None
+    ) -> tuple[tuple[str, ...], Stopped | None]:
+        """End at an id that stands for the end; its text is not shown, unless that is wanted."""
+        shown = self._detokenizer.push(token_id) if self._include_stop else ""
+        shown += self._detokenizer.flush()
+        if self._num_split > 1 and not self._include_stop:
+            # What was left of a split character belongs to the tokens before the end.
+            self._units.append((self._num_split - 1, shown))
+            self._units.append((1, ""))
+        else:
+            self._units.append((self._num_split, shown))
+        self._num_split = 0
+        stop = self._search(shown)
+        if stop is None:
+            self._num_shown += len(self._stop_strings.flush())
+        return self._release_all(), Stopped(FinishReason.STOP, stop_reason if stop is None else stop)
+
+    def _search(self, text: str) -> str | None:
+        """Look for a stop string in what came before and this; count what may be shown."""
+        if self._unsearched_left >= 0:
+            self._num_shown += len(text)
+            return None
+        shown, stop = self._stop_strings.push(text)
+        self._num_shown += len(shown)
+        if stop is not None and self._include_stop:
+            self._num_shown += len(stop)
+        return stop
+
+    def _close_unit(self, text: str) -> None:
+        """Let the tokens that came since the last complete text share this one."""
+        self._units.append((self._num_split, text))
+        self._num_split = 0
+
+    def _release(self) -> tuple[str, ...]:
+        """Give out the tokens whose text may be shown whole."""
+        texts: list[str] = []
+        while self._units and len(self._units[0][1]) <= self._num_shown:
+            texts += self._take_unit()
+        return tuple(texts)
+
+    def _release_all(self) -> tuple[str, ...]:
+        """Give out all tokens; text behind the end of what is shown is cut."""
+        if self._num_split:
+            self._close_unit("")
+        texts: list[str] = []
+        while self._units:
+            texts += self._take_unit()
+        return tuple(texts)
+
+    def _take_unit(self) -> list[str]:
+        num_tokens, text = self._units.popleft()
+        shown = text[: self._num_shown]
+        self._num_shown -= len(shown)
+        return [""] * (num_tokens - 1) + [shown]

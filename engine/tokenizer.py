@@ -5,6 +5,7 @@ The only file that calls a Transformers tokenizer. It may be used from several t
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -46,14 +47,24 @@ _TEMPLATE_ERRORS = (
 )
 
 
+# Checkpoints add names such as <tool_call> and do not always call them special.
+_MARKER = re.compile(r"<\S+>|\[\S+\]")
+
+
 class Tokenizer:
-    """A Transformers tokenizer with the few calls that the server needs."""
+    """A Transformers tokenizer with the few calls that the server needs.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        markers: Ids of the tokens that mark structure, by their texts; special ones, and more.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         vocab = tokenizer.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
+        self.bos_token_id: int | None = tokenizer.bos_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
@@ -61,6 +72,11 @@ class Tokenizer:
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self.max_token_length = max(map(len, (*vocab, *self._special_ids)))
         self._special_set = frozenset(self._special_ids.values())
+        self.markers = {
+            content: token_id
+            for token_id, content in self._added.items()
+            if token_id in self._special_set or _MARKER.fullmatch(content)
+        }
         decoder = "" if self._backend is None else self._backend.to_str()
         kinds = _decoder_kinds(json.loads(decoder).get("decoder")) if decoder else set()
         self._is_byte_level = "ByteLevel" in kinds
@@ -68,16 +84,24 @@ class Tokenizer:
 
     # Text to ids.
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that carries its own special tokens, such as a rendered chat."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: What is spelt like a special token in it becomes that token.
+            add_special_tokens: Add what the tokenizer puts around a text, such as a start token. A rendered
+                chat carries its own.
+        """
         if self._backend is not None:
             # Not through the outer class: it sets truncation on the shared backend at every call, and a
             # decode on the worker thread at that moment would fail.
             # As a batch, since only that lets go of the interpreter lock: a long text would stop everything.
-            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
             return ids
         with self._lock:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render_chat(
         self,
@@ -85,11 +109,21 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render messages by the checkpoint's own chat template, special tokens and all.
 
         The role ``developer`` is rendered as ``system`` where the template does not know it.
+
+        Args:
+            messages: Role, content and what else templates look at.
+            add_generation_prompt: End with the beginning of an answer.
+            continue_final_message: Leave the last message open.
+            tools: JSON schemas of functions, for templates that offer them.
+            chat_template: Jinja text to use in place of the checkpoint's.
+            template_kwargs: Further variables of the template.
 
         Raises:
             InvalidRequestError: There is no template, or it refuses these messages.
@@ -99,7 +133,7 @@ class Tokenizer:
                 raise InvalidRequestError(
                     "this is no variable of the template", f"chat_template_kwargs.{name}"
                 )
-        template = self._tokenizer.chat_template
+        template = chat_template or self._tokenizer.chat_template
         if template is None:
             raise InvalidRequestError("the model has no chat template; use a completion", "messages")
         if "developer" not in str(template):
@@ -114,6 +148,8 @@ class Tokenizer:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    tools=None if tools is None else list(tools),
+                    chat_template=chat_template,
                     **(template_kwargs or {}),
                 )
         except _TEMPLATE_ERRORS as error:
@@ -121,6 +157,14 @@ class Tokenizer:
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
         return str(text)
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text of the checkpoint's chat template; of all of them, if it has several."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            return "\n".join(template.values())
+        return template or ""
 
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that is spelt exactly so, if there is one."""
@@ -149,6 +193,17 @@ class Tokenizer:
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Return a fresh incremental decoder."""
         return Detokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the own text of each token, special ones included, such that they join to the full decode.
+
+        The last token of a split character has the character, those before it have no text.
+        """
+        detokenizer = self.detokenizer(skip_special_tokens=False)
+        texts = [detokenizer.push(token_id) for token_id in token_ids]
+        if rest := detokenizer.flush():
+            texts[-1] += rest
+        return texts
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the token's own UTF-8 bytes, which may be a fragment of a character.

@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.grammar import Grammar
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended by itself. Failures and cancellations are exceptions."""
@@ -29,8 +31,9 @@ class RowDtype(StrEnum):
 class SamplingParams:
     """How the next token is chosen from a row. Rows with equal params share one group.
 
-    Neutral values: ``temperature`` 1, ``top_p`` 1, ``top_k`` 0, ``min_p`` 0, ``repetition_penalty`` 1.
-    ``temperature`` 0 is greedy: the argmax, the lowest id on a tie.
+    Neutral values: ``temperature`` 1, ``top_p`` 1, ``top_k`` 0, ``min_p`` 0, ``repetition_penalty`` 1, both
+    other penalties 0. ``temperature`` 0 is greedy: the argmax, the lowest id on a tie. ``repetition_penalty``
+    looks at prompt and completion, the other two at the completion. ``logit_bias`` holds (id, bias) pairs.
     """
 
     temperature: float = 1.0
@@ -38,6 +41,9 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +59,20 @@ class GenerationRequest:
         stop: Strings that end the text before their first character.
         stop_token_ids: Ids that end the sequence; the id itself is kept, its text is not.
         ignore_eos: Go on past the model's end tokens.
+        min_tokens: Tokens before which no end token, stop token or stop string ends the sequence.
+        include_stop: Keep the stop string, or the stop token's text, that ends the text.
         skip_special_tokens: Leave special tokens out of the text.
+        priority: Lower goes first among those that wait.
         row_dtype: Ask for the raw row of every token, in this dtype.
         logprobs: Ask for the logprob of every token.
         num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
         token_stats: Ask for the statistics of every row; brings the logprob along.
         logit_token_ids: Ask for these columns of every row.
         prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
+        prompt_logprobs: Ask for the logprobs of those tokens, and ``num_top_logprobs`` alternatives.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
+        grammar: What the completion obeys. It ends where that has ended, ``ignore_eos`` or not.
+        grammar_after: The grammar starts behind this text in the completion; ``None`` starts it at once.
     """
 
     request_id: str
@@ -71,14 +83,20 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop: bool = False
     skip_special_tokens: bool = True
+    priority: int = 0
     row_dtype: RowDtype | None = None
     logprobs: bool = False
     num_top_logprobs: int = 0
     token_stats: bool = False
     logit_token_ids: tuple[int, ...] = ()
     prompt_row_dtype: RowDtype | None = None
+    prompt_logprobs: bool = False
     held_bytes: int = 0
+    grammar: Grammar | None = None
+    grammar_after: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +130,8 @@ class TokenEvent:
 
     Attributes:
         token_id: The token that was chosen.
-        text: The text that became final with this token; may be empty, or belong to earlier tokens.
+        texts: The own texts of the tokens whose text became final with this one, oldest first, one string a
+            token. Text that may still begin a stop string, or is half a character, is not final.
         logprob: float32 log-softmax of the raw row over all of V, at ``token_id``; if asked for.
         top_logprobs: From the same log-softmax; if asked for.
         row: (V,) float16 or float32, read-only: the raw distribution that produced ``token_id``.
@@ -122,13 +141,18 @@ class TokenEvent:
     """
 
     token_id: int
-    text: str
+    texts: tuple[str, ...]
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     row: NDArray[np.floating] | None = None
     stats: TokenStats | None = None
     selected: NDArray[np.float32] | None = None
     is_prompt: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text that became final with this token, whichever tokens it belongs to."""
+        return "".join(self.texts)
 
     @property
     def num_bytes(self) -> int:
@@ -173,6 +197,7 @@ class ModelInfo:
         tokenizer_vocab_size: One more than the largest id that the tokenizer can decode.
         dtype: The dtype that the head returns, such as ``bfloat16``.
         max_model_len: Tokens of prompt and completion together.
+        sampling: The checkpoint's own settings, from its ``generation_config``.
         path: How sequences share forward passes; ``one_at_a_time`` gives each its own.
         device_map: Which module lies on which device.
     """
@@ -183,4 +208,5 @@ class ModelInfo:
     dtype: str
     max_model_len: int
     path: str = "one_at_a_time"
+    sampling: SamplingParams = SamplingParams()
     device_map: Mapping[str, str] = field(default_factory=dict)

@@ -8,11 +8,13 @@ import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -29,7 +31,7 @@ from engine.inbox import Cancel, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
 from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
-from engine.sampling import row_fault, sample
+from engine.sampling import SampledRow, row_fault, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stopping import StopChecker, Stopped
@@ -171,22 +173,30 @@ class Worker:
             # A special token has no text where those are skipped, so its string also stops by id.
             if (token_id := self._model.tokenizer.special_token_id(stop)) is not None:
                 stop_token_ids[token_id] = stop
+        # Behind a grammar's end there is nothing to go on with.
+        ignores_eos = request.ignore_eos and request.grammar is None
+        eos_token_ids = frozenset() if ignores_eos else self._model.eos_token_ids
         sequence = Sequence(
             sequence_id=self._next_sequence_id,
             request=request,
             outbox=command.outbox,
             stop_checker=StopChecker(
                 self._model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
-                eos_token_ids=frozenset() if request.ignore_eos else self._model.eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 stop=request.stop,
                 max_tokens=limit if request.max_tokens is None else request.max_tokens,
+                min_tokens=request.min_tokens,
+                include_stop=request.include_stop,
             ),
             generator=generator,
+            stop_ids=eos_token_ids.union(stop_token_ids),
             submitted_at=command.submitted_at,
             token_ids=list(request.prompt_token_ids),
         )
         self._next_sequence_id += 1
+        if request.grammar is not None:
+            sequence.grammar = request.grammar.start(request.grammar_after)
         self._scheduler.add(sequence)
         if request.max_tokens == 0 and not sequence.wants_prompt_rows:
             self._finish_empty(sequence)
@@ -247,13 +257,16 @@ class Worker:
                 sequence.prefilled_at = time.perf_counter()
             sequence.max_batch_size = max(sequence.max_batch_size, len(rows))
         rows = self._without_faults(rows)
+        masks = self._masks([sequence for sequence, _ in rows])
         groups: defaultdict[SamplingParams, list[tuple[Sequence, Tensor]]] = defaultdict(list)
         for sequence, row in rows:
+            if sequence.grammar is not None and sequence.sequence_id not in masks:
+                continue
             groups[sequence.request.sampling].append((sequence, row))
         chosen: list[tuple[Sequence, Tensor, int]] = []
         for params, group in groups.items():
             try:
-                chosen += self._sample_group(params, group)
+                chosen += self._accepted(self._sample_group(params, group, masks))
             except Exception as error:
                 for sequence, _ in group:
                     self._fail(sequence, self._as_engine_error(error))
@@ -328,7 +341,7 @@ class Worker:
             sequence.request,
             row_dtype=sequence.request.prompt_row_dtype,
             logprobs=True,
-            num_top_logprobs=0,
+            num_top_logprobs=sequence.request.num_top_logprobs if sequence.request.prompt_logprobs else 0,
         )
         for row in wanted:
             if fault := row_fault(row, request.row_dtype):
@@ -340,8 +353,9 @@ class Worker:
             events: list[Event] = [
                 TokenEvent(
                     token_id,
-                    "",
+                    (),
                     extracts.logprobs.get(place),
+                    extracts.top_logprobs.get(place),
                     row=extracts.rows.get(place),
                     stats=extracts.stats.get(place),
                     selected=extracts.selected.get(place),
@@ -380,15 +394,50 @@ class Worker:
                 good.append((sequence, row))
         return good
 
+    def _masks(self, sequences: list[Sequence]) -> dict[int, NDArray[np.uint8]]:
+        """Return which ids may come, by sequence id, where a grammar says so; fail who cannot go on."""
+        masks = {}
+        for sequence in sequences:
+            if sequence.grammar is not None:
+                try:
+                    masks[sequence.sequence_id] = sequence.grammar.fill()
+                except Exception as error:
+                    self._fail(sequence, self._as_engine_error(error))
+        return masks
+
+    def _accepted(self, chosen: list[tuple[Sequence, Tensor, int]]) -> list[tuple[Sequence, Tensor, int]]:
+        """Tell the grammars what was chosen; fail those that do not take it, and return the others."""
+        taken = []
+        for sequence, row, token_id in chosen:
+            try:
+                if sequence.grammar is not None:
+                    sequence.grammar.accept(token_id)
+            except Exception as error:
+                self._fail(sequence, self._as_engine_error(error))
+            else:
+                taken.append((sequence, row, token_id))
+        return taken
+
     def _sample_group(
-        self, params: SamplingParams, group: list[tuple[Sequence, Tensor]]
+        self,
+        params: SamplingParams,
+        group: list[tuple[Sequence, Tensor]],
+        masks: Mapping[int, NDArray[np.uint8]],
     ) -> list[tuple[Sequence, Tensor, int]]:
         """Choose the next token of sequences with equal settings."""
         token_ids = sample(
             _stacked([row for _, row in group]),  # (B, V)
             params,
-            token_ids=[sequence.token_ids for sequence, _ in group],
-            generators=[sequence.generator for sequence, _ in group],
+            [
+                SampledRow(
+                    sequence.token_ids,
+                    len(sequence.request.prompt_token_ids),
+                    sequence.generator,
+                    sequence.forbidden,
+                    masks.get(sequence.sequence_id),
+                )
+                for sequence, _ in group
+            ],
             num_ids=self._model.tokenizer.vocab_size,
         )
         return [(sequence, row, token_id) for (sequence, row), token_id in zip(group, token_ids, strict=True)]
@@ -409,10 +458,10 @@ class Worker:
         delivery: Delivery = []
         for place, (sequence, _, token_id) in enumerate(chosen):
             sequence.token_ids.append(token_id)
-            text, stopped = sequence.stop_checker.push(token_id)
+            texts, stopped = sequence.stop_checker.push(token_id)
             event = TokenEvent(
                 token_id,
-                text,
+                texts,
                 extracts.logprobs.get(place),
                 extracts.top_logprobs.get(place),
                 extracts.rows.get(place),

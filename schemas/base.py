@@ -18,6 +18,7 @@ class WireResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Probability = Annotated[float, Meta(ge=0, le=1)]

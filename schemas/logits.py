@@ -25,7 +25,7 @@ class SelectedLogits(WireResponse, frozen=True, kw_only=True):
     """Some columns of the raw rows of one choice; ``values[t][k]`` is float32, at ``token_ids[k]``."""
 
     token_ids: list[int]
-    values: msgspec.Raw
+    values: list[list[float]] | msgspec.Raw
 
 
 class TokenStatsBlock(WireResponse, frozen=True, kw_only=True):
@@ -59,10 +59,17 @@ class PromptTokensDetails(WireResponse, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(WireResponse, frozen=True, kw_only=True):
+    """How many of the completion's tokens were reasoning, shown or not."""
+
+    reasoning_tokens: int
+
+
 class Usage(WireResponse, frozen=True, kw_only=True):
-    """Token counts; an end token that was generated counts."""
+    """Token counts; an end token that was generated counts, and so does what is hidden."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET

@@ -1,4 +1,4 @@
-"""Writers of an answer: they submit, follow the events, and send JSON or an Arrow stream.
+"""Writers of an answer: they submit, follow the events, and send JSON, server-sent events or an Arrow stream.
 
 Each is an ASGI application of its own, since only that sees a client leave and can abort a connection.
 Whatever ends it, the request leaves the engine.
@@ -6,6 +6,8 @@ Whatever ends it, the request leaves the engine.
 
 import asyncio
 import logging
+import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -22,12 +24,14 @@ from engine.errors import EngineError
 from engine.outbox import Event, Outbox
 from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
-from schemas.logits import LogitsBlock, LogitsEncoding, SelectedLogits
+from schemas.logits import LogitsBlock, LogitsEncoding, SelectedLogits, Usage
 from service import telemetry
 from service.arrow import RowWriter
-from service.convert import Choice, Plan, chat_completion
+from service.convert.choice import Choice, Token
+from service.convert.dialect import Dialect, generated_events
 from service.errors import encode_error
 from service.metrics import Metrics
+from service.negotiate import Representation
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +42,35 @@ FAREWELL_S = 2.0
 class GenerationAnswer(ABC):
     """Runs one generation for one connection."""
 
-    keeps_rows: ClassVar[bool]
+    keeps_tokens: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = False
+    waits_for_text: ClassVar[bool] = True
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, plan: Plan, requests: Sequence[GenerationRequest]
+        self, engine: Engine, metrics: Metrics, dialect: Dialect, requests: Sequence[GenerationRequest]
     ) -> None:
         """Prepare an answer.
 
         Args:
             engine: Where the requests go.
             metrics: Where the answer is counted.
-            plan: What to answer.
+            dialect: How it is written.
             requests: One per choice.
         """
         self._engine = engine
         self._metrics = metrics
-        self._plan = plan
+        self._dialect = dialect
+        self._plan = dialect.plan
         self._requests = requests
         self._outcome = "answered"
+        self._sending_since: float | None = None
         self._choices = [
-            Choice(place, plan, engine.tokenizer, keeps_rows=self.keeps_rows)
+            dialect.choice(
+                place,
+                keeps_tokens=self.keeps_tokens,
+                keeps_rows=self.keeps_rows,
+                waits_for_text=self.waits_for_text,
+            )
             for place in range(len(requests))
         ]
 
@@ -72,19 +85,17 @@ class GenerationAnswer(ABC):
             outboxes = [self._engine.submit(request) for request in self._requests]
             writing = asyncio.ensure_future(self._write(outboxes, send))
             leaving = asyncio.ensure_future(_disconnected(receive))
+            stalling = asyncio.ensure_future(self._stalled())
             failing = [asyncio.ensure_future(outbox.failed.wait()) for outbox in outboxes]
-            tasks = [writing, leaving, *failing]
+            tasks = [writing, leaving, stalling, *failing]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done() and not leaving.done():
+            if not writing.done() and not leaving.done() and not stalling.done():
                 # The writer tells the client, unless it waits for a reader that takes nothing.
                 await asyncio.wait(
                     (writing, leaving), timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED
                 )
             if writing.done():
-                try:
-                    writing.result()
-                except TimeoutError:
-                    self._cut(scope)
+                writing.result()
             elif leaving.done():
                 self._outcome = "client_left"
             else:
@@ -107,14 +118,23 @@ class GenerationAnswer(ABC):
         abort: Callable[[], None] = scope["state"]["abort"]
         abort()
 
-    async def _send(self, send: Send, message: Any) -> None:
-        """Send a part of the answer.
+    async def _stalled(self) -> None:
+        """Return once a part was not taken for as long as a reader may stall.
 
-        Raises:
-            TimeoutError: The client took nothing for as long as a reader may stall.
+        One watch for the whole answer: a timeout of each part would cost as much as sending it.
         """
-        async with asyncio.timeout(self._engine.config.stall_timeout_s):
-            await send(message)
+        limit_s = self._engine.config.stall_timeout_s
+        left_s = limit_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            since = self._sending_since
+            left_s = limit_s if since is None else since + limit_s - time.monotonic()
+
+    async def _send(self, send: Send, message: Any) -> None:
+        """Send a part of the answer; returns when there is room for the next one."""
+        self._sending_since = time.monotonic()
+        await send(message)
+        self._sending_since = None
 
     async def _start(self, send: Send, media_type: str, **headers: str) -> None:
         """Send the head of the answer."""
@@ -130,25 +150,24 @@ class GenerationAnswer(ABC):
     async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
         """Send the whole answer."""
 
-    async def _follow(self, outboxes: Sequence[Outbox]) -> AsyncIterator[tuple[int, list[Event]]]:
-        """Give out the choices' events as they come, until the last one of each."""
+    async def _follow(self, outboxes: Sequence[Outbox]) -> AsyncIterator[tuple[Choice, list[Token]]]:
+        """Give out the choices' tokens as they come, until the end of each."""
         if len(outboxes) == 1:
             # The usual case needs no tasks, which cost as much as all else that is done for a row here.
             while self._choices[0].finish is None:
                 events = await outboxes[0].take()
-                self._choices[0].add(events)
-                yield 0, events
+                yield self._choices[0], self._choices[0].add(events)
             return
-        reading = {asyncio.ensure_future(outbox.take()): place for place, outbox in enumerate(outboxes)}
+        reading: dict[asyncio.Future[list[Event]], int] = {
+            asyncio.ensure_future(outbox.take()): place for place, outbox in enumerate(outboxes)
+        }
         try:
             while reading:
                 ready, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
                 for task in ready:
                     place = reading.pop(task)
-                    events = task.result()
                     choice = self._choices[place]
-                    choice.add(events)
-                    yield place, events
+                    yield choice, choice.add(task.result())
                     if choice.finish is None:
                         # Not before the events are sent: the next take books them as read.
                         reading[asyncio.ensure_future(outboxes[place].take())] = place
@@ -161,15 +180,16 @@ class GenerationAnswer(ABC):
         finishes = [each.finish for each in self._choices if each.finish is not None]
         for choice in self._choices:
             if choice.finish is not None:
-                self._metrics.finished(len(self._plan.prompt_token_ids), len(choice.token_ids), choice.finish)
+                num_prompt = len(self._plan.prompt_of(choice.index))
+                self._metrics.finished(num_prompt, choice.num_tokens, choice.finish)
         num_rows = sum(choice.num_rows for choice in self._choices)
         num_bytes = sum(choice.num_row_bytes for choice in self._choices)
         self._metrics.answered(self._outcome, num_rows, num_bytes)
         telemetry.note(
             scope,
             outcome=self._outcome,
-            prompt_tokens=len(self._plan.prompt_token_ids),
-            completion_tokens=sum(len(each.token_ids) for each in self._choices),
+            prompt_tokens=self._plan.num_prompt_tokens,
+            completion_tokens=sum(each.num_tokens for each in self._choices),
         )
         if finishes:
             telemetry.note(
@@ -195,55 +215,78 @@ class JsonAnswer(GenerationAnswer):
     keeps_rows = True
 
     async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
+        for choice in self._choices:
+            choice.opening()
         async for _ in self._follow(outboxes):
             pass
-        completion = chat_completion(self._plan, self._choices)
+        whole = self._dialect.whole(self._choices)
         if self._plan.row_dtype is None and not self._plan.logit_token_ids:
-            body = msgspec.json.encode(completion)
+            body = msgspec.json.encode(whole)
             await self._start(send, "application/json", content_length=str(len(body)))
             await self._send_piece(send, body, is_last=True)
             return
         # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
         # and never exist as text all at once.
-        mark = f'"{uuid.uuid4().hex}"'.encode()
-        blocks: list[Iterator[bytes]] = []
-        encoding = self._plan.encoding
-        if self._plan.logit_token_ids:
-            blocks += [_encoded(choice.selected) for choice in self._choices]
-            selected = SelectedLogits(token_ids=list(self._plan.logit_token_ids), values=msgspec.Raw(mark))
-            choices = [structs.replace(wire, selected_logits=selected) for wire in completion.choices]
-            completion = structs.replace(completion, choices=choices)
-        if self._plan.wants_rows:
-            blocks += [_encoded_rows(choice.rows, encoding) for choice in self._choices]
-            choices = [
-                structs.replace(wire, logits=self._block(choice.rows, mark))
-                for wire, choice in zip(completion.choices, self._choices, strict=True)
-            ]
-            completion = structs.replace(completion, choices=choices)
-        if self._plan.wants_prompt_rows:
-            blocks.append(_encoded_rows(self._choices[0].prompt_rows, encoding))
-            block = self._block(self._choices[0].prompt_rows, mark)
-            completion = structs.replace(completion, prompt_logits=block)
-        head, *tails = msgspec.json.encode(completion).split(mark)
+        blocks = _Blocks()
+        choices = [structs.replace(wire, **self._marked(blocks, wire.index)) for wire in whole.choices]
+        whole = structs.replace(whole, choices=choices)
+        if self._plan.wants_prompt_rows and len(self._plan.prompts) == 1:
+            whole = structs.replace(whole, prompt_logits=self._rows(blocks, self._choices[0], of_prompt=True))
         await self._start(send, "application/json")
-        await self._send_piece(send, head)
-        for pieces, tail in zip(blocks, tails, strict=True):
-            await self._send_piece(send, b"[")
-            for piece in pieces:
-                await self._send_piece(send, piece)
-                # A send to a fast reader does not suspend, and others want the loop too.
-                await asyncio.sleep(0)
-            await self._send_piece(send, b"]" + tail)
+        for piece in blocks.filled(msgspec.json.encode(whole)):
+            await self._send_piece(send, piece)
+            # A send to a fast reader does not suspend, and others want the loop too.
+            await asyncio.sleep(0)
         await self._send_piece(send, b"", is_last=True)
 
-    def _block(self, rows: Sequence[NDArray[np.floating]], mark: bytes) -> LogitsBlock:
+    def _marked(self, blocks: "_Blocks", index: int) -> dict[str, Any]:
+        """Return the fields of one choice that hold rows, with marks in place of the values."""
+        choice, plan = self._choices[index], self._plan
+        fields: dict[str, Any] = {}
+        if plan.logit_token_ids:
+            columns = (event.selected for event in generated_events(choice) if event.selected is not None)
+            mark = blocks.mark(_encoded(values.tolist() for values in columns))
+            fields["selected_logits"] = SelectedLogits(token_ids=list(plan.logit_token_ids), values=mark)
+        if plan.wants_rows:
+            fields["logits"] = self._rows(blocks, choice, of_prompt=False)
+        if plan.has_prompt_rows(index) and len(plan.prompts) > 1:
+            fields["prompt_logits"] = self._rows(blocks, choice, of_prompt=True)
+        return fields
+
+    def _rows(self, blocks: "_Blocks", choice: Choice, *, of_prompt: bool) -> LogitsBlock:
         """Return a block of rows with a mark in place of the values."""
+        tokens = (token for token in choice.tokens if token.is_prompt is of_prompt)
+        rows = [
+            token.event.row for token in tokens if token.event is not None and token.event.row is not None
+        ]
         return LogitsBlock(
             encoding=self._plan.encoding,
             dtype="float16" if self._plan.encoding == "b64_fp16" else "float32",
             shape=(len(rows), self._plan.info.vocab_size),
-            data=msgspec.Raw(mark),
+            data=blocks.mark(_encoded_rows(rows, self._plan.encoding)),
         )
+
+
+class _Blocks:
+    """Lists that are encoded piece by piece; until then a mark stands for each."""
+
+    def __init__(self) -> None:
+        self._key = uuid.uuid4().hex
+        self._pieces: list[Iterator[bytes]] = []
+
+    def mark(self, pieces: Iterator[bytes]) -> msgspec.Raw:
+        """Return what stands for a list, given its encoded elements with their commas."""
+        self._pieces.append(pieces)
+        return msgspec.Raw(f'"{self._key}-{len(self._pieces) - 1}"'.encode())
+
+    def filled(self, body: bytes) -> Iterator[bytes]:
+        """Give out a body with its lists in place of their marks."""
+        parts = re.split(rf'"{self._key}-([0-9]+)"'.encode(), body)
+        yield parts[0]
+        for place, rest in zip(parts[1::2], parts[2::2], strict=True):
+            yield b"["
+            yield from self._pieces[int(place)]
+            yield b"]" + rest
 
 
 def _encoded(values: Iterable[object]) -> Iterator[bytes]:
@@ -257,25 +300,108 @@ def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) ->
     return _encoded(row.tolist() if encoding == "json" else row.data.cast("B") for row in rows)
 
 
+class EventsAnswer(GenerationAnswer):
+    """Server-sent events, one a chunk, as OpenAI streams them."""
+
+    keeps_tokens = False
+
+    async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
+        self._has_started = False
+        # Before any event, since offsets into the text count from here.
+        self._openings = [choice.opening() for choice in self._choices]
+        following = self._follow(outboxes)
+        waiting: asyncio.Future[tuple[Choice, list[Token]]] | None = None
+        try:
+            while True:
+                if waiting is None:
+                    waiting = asyncio.ensure_future(anext(following))
+                await asyncio.wait((waiting,), timeout=self._plan.keep_alive_s)
+                if not waiting.done():
+                    await self._say(send, b": keep-alive\n\n")
+                    continue
+                try:
+                    choice, tokens = waiting.result()
+                except StopAsyncIteration:
+                    break
+                waiting = None
+                await self._send_tokens(send, choice, tokens)
+        except EngineError as error:
+            if not self._has_started:
+                raise
+            self._outcome = "failed"
+            logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
+            await self._say(send, b"data: " + encode_error(error) + b"\n\n")
+            await self._send_piece(send, b"", is_last=True)
+            return
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+        if self._plan.has_usage:
+            await self._say(send, _event(self._dialect.usage_chunk(self._dialect.usage(self._choices))))
+        await self._say(send, b"data: [DONE]\n\n")
+        await self._send_piece(send, b"", is_last=True)
+
+    async def _send_tokens(self, send: Send, choice: Choice, tokens: list[Token]) -> None:
+        """Send what became final of one choice, and its end."""
+        usage = self._usage()
+        chunks = [*self._dialect.chunks(choice, tokens, usage)]
+        if choice.finish is not None:
+            chunks.append(self._dialect.last_chunk(choice, usage))
+            # It holds no rows any more, and others may be waiting for just that.
+            self._engine.cancel(self._requests[choice.index].request_id)
+        for chunk in chunks:
+            await self._say(send, _event(chunk))
+
+    def _usage(self) -> Usage | None:
+        return self._dialect.usage(self._choices) if self._plan.has_running_usage else None
+
+    async def _say(self, send: Send, event: bytes) -> None:
+        """Send an event; the first one brings the head of the answer, and announces the choices.
+
+        Not earlier: until then a failure still has its own status.
+        """
+        if not self._has_started:
+            self._has_started = True
+            await self._start(
+                send, "text/event-stream; charset=utf-8", cache_control="no-cache", x_accel_buffering="no"
+            )
+            usage = self._usage()
+            for choice, tokens in zip(self._choices, self._openings, strict=True):
+                if (first := self._dialect.first_chunk(choice)) is not None:
+                    await self._send_piece(send, _event(first))
+                for chunk in self._dialect.chunks(choice, tokens, usage):
+                    await self._send_piece(send, _event(chunk))
+        await self._send_piece(send, event)
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    """Return a chunk as a server-sent event."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
 class ArrowAnswer(GenerationAnswer):
     """An Arrow IPC stream; every batch leaves as soon as its tokens are there."""
 
-    keeps_rows = False
+    waits_for_text = False
 
     async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
         writer = RowWriter(self._plan, self._engine.tokenizer)
         has_started = False
+        for choice in self._choices:
+            choice.opening()
         try:
-            async for place, events in self._follow(outboxes):
+            async for choice, tokens in self._follow(outboxes):
                 if not has_started:
                     # Not earlier: until the first row is there, a failure still has its own status.
                     await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
                     has_started = True
-                for piece in writer.write(place, events):
+                finish = None if choice.finish is None else choice.finish.reason.value
+                for piece in writer.write(choice.index, tokens, finish):
                     await self._send_piece(send, piece)
-                if self._choices[place].finish is not None:
+                if choice.finish is not None:
                     # It holds no rows any more, and others may be waiting for just that.
-                    self._engine.cancel(self._requests[place].request_id)
+                    self._engine.cancel(self._requests[choice.index].request_id)
         except EngineError as error:
             if not has_started:
                 raise
@@ -286,6 +412,13 @@ class ArrowAnswer(GenerationAnswer):
             # An answer that returns without its last chunk makes the server abort the connection, so no
             # client takes the rows that it has for all there are.
             return
-        for piece in writer.end(chat_completion(self._plan, self._choices, num_rows=writer.num_rows)):
+        for piece in writer.end(self._dialect.whole(self._choices, num_rows=writer.num_rows)):
             await self._send_piece(send, piece)
         await self._send_piece(send, b"", is_last=True)
+
+
+def answer_for(form: Representation, *, is_stream: bool) -> type[GenerationAnswer]:
+    """Return the writer of a form; an Arrow answer is a stream in any case."""
+    if form is Representation.ARROW:
+        return ArrowAnswer
+    return EventsAnswer if is_stream else JsonAnswer

@@ -14,6 +14,7 @@ from service import __version__
 from service.errors import handle
 from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
+from service.routes.completions import create_completion
 from service.routes.health import health, metrics, ready, version
 from service.routes.models import list_models, retrieve_model
 from service.settings import Settings
@@ -31,7 +32,16 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
 
     counters = Metrics(engine)
     app = Litestar(
-        route_handlers=[create_chat_completion, list_models, retrieve_model, health, ready, metrics, version],
+        route_handlers=[
+            create_chat_completion,
+            create_completion,
+            list_models,
+            retrieve_model,
+            health,
+            ready,
+            metrics,
+            version,
+        ],
         dependencies={
             "engine": Provide(lambda: engine, sync_to_thread=False),
             "settings": Provide(lambda: settings, sync_to_thread=False),

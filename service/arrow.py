@@ -1,6 +1,7 @@
 """Rows to an Arrow IPC stream, without copying them."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import msgspec
@@ -9,10 +10,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from engine.tokenizer import Tokenizer
-from engine.types import Finish, TokenEvent
+from engine.types import TokenEvent
 from schemas.arrow import END_KEY, ERROR_KEY, row_schema
 from schemas.chat import ChatCompletion
-from service.convert import Plan
+from schemas.completions import Completion
+from service import single
+from service.convert.choice import Token
+from service.convert.plan import Plan
 
 BATCH_BYTES = 64 * 2**10
 """Rows that are ready together share a batch up to this size; beyond it a copy costs more than a batch."""
@@ -20,7 +24,7 @@ BATCH_BYTES = 64 * 2**10
 SMALL_BYTES = 4096
 """Pieces below this are joined, since each piece sent costs a call."""
 
-Piece: TypeAlias = "bytes | pa.Buffer"
+Piece: TypeAlias = "bytes | memoryview | pa.Buffer"
 
 
 class _Sink:
@@ -76,7 +80,7 @@ class RowWriter:
         response = msgspec.json.encode(
             {
                 "id": plan.id,
-                "object": "chat.completion",
+                "object": plan.object,
                 "created": plan.created,
                 "model": plan.model,
                 "metadata": plan.metadata(),
@@ -86,6 +90,10 @@ class RowWriter:
         self._dtype = plan.row_dtype
         self._has_stats = plan.wants_stats
         self._num_selected = len(plan.logit_token_ids)
+        self._shape = single.Shape(
+            plan.info.vocab_size, plan.row_dtype, plan.wants_stats, len(plan.logit_token_ids)
+        )
+        self._is_compressed = plan.arrow_compression is not None
         self._schema = row_schema(
             plan.info.vocab_size,
             plan.row_dtype,
@@ -98,32 +106,73 @@ class RowWriter:
         self._file: Any = pa.PythonFile(self._sink, mode="w")
         options = pa.ipc.IpcWriteOptions(compression=plan.arrow_compression)
         self._writer = pa.ipc.new_stream(self._file, self._schema, options=options)
+        # The writer puts the schema before its own first batch, but another may come before that.
+        self._writer.write_batch(self._empty())
+        self._sink.drain()
+        self._sink.write(self._schema.serialize())
         self.num_rows = [0] * plan.num_choices
         # Positions count from 0 in each part of each choice.
         self._positions: dict[tuple[int, bool], int] = {}
 
-    def write(self, choice: int, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
-        """Write the tokens among a choice's events as batches; the first call also writes the schema."""
-        if any(isinstance(event, TokenEvent) and event.is_prompt for event in events):
-            prompt = [event for event in events if isinstance(event, TokenEvent) and event.is_prompt]
-            rest = events[len(prompt) :]
-            return [*self._write_part(choice, prompt), *self._write_part(choice, rest)]
-        return self._write_part(choice, events)
+    def write(self, choice: int, tokens: Sequence[Token], finish_reason: str | None) -> list[memoryview]:
+        """Write a choice's next tokens as batches; the first call also writes the schema.
 
-    def _write_part(self, choice: int, events: Sequence[TokenEvent | Finish]) -> list[memoryview]:
-        """Write tokens of one part: of the prompt, or generated."""
-        tokens = [event for event in events if isinstance(event, TokenEvent)]
-        finish = events[-1].reason.value if events and isinstance(events[-1], Finish) else None
-        step = max(1, BATCH_BYTES // max(1, tokens[0].num_bytes if tokens else 1))
-        for start in range(0, len(tokens), step):
-            part = tokens[start : start + step]
-            self._writer.write_batch(
-                self._batch(choice, part, finish if start + step >= len(tokens) else None)
-            )
-            self.num_rows[choice] += len(part)
+        Args:
+            choice: Its index.
+            tokens: Those that are decided, in their order.
+            finish_reason: If these are the last ones.
+        """
+        rows = [token for token in tokens if token.event is not None and self._has_row(token.event)]
+        for is_prompt, part in groupby(rows, key=lambda token: token.is_prompt):
+            self._write_part(choice, list(part), None if is_prompt else finish_reason)
         return self._sink.drain()
 
-    def end(self, completion: ChatCompletion) -> list[memoryview]:
+    def _has_row(self, event: TokenEvent) -> bool:
+        """Tell whether an event fills all columns; an echoed prompt may have logprobs only."""
+        return self._dtype is None or event.row is not None
+
+    def _write_part(self, choice: int, tokens: list[Token], finish_reason: str | None) -> None:
+        """Write tokens of one part: of the prompt, or generated."""
+        first = tokens[0].event
+        assert first is not None
+        step = max(1, BATCH_BYTES // max(1, first.num_bytes))
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            reason = finish_reason if start + step >= len(tokens) else None
+            if len(part) == 1 and not self._is_compressed:
+                self._write_one(choice, part[0], reason)
+            else:
+                self._writer.write_batch(self._batch(choice, part, reason))
+            self.num_rows[choice] += len(part)
+
+    def _write_one(self, choice: int, token: Token, finish_reason: str | None) -> None:
+        """Write one token as a batch, as pyarrow would."""
+        event = token.event
+        assert event is not None
+        assert event.logprob is not None
+        token_bytes = self._tokenizer.token_bytes(event.token_id)
+        self._sink.write(
+            single.encode(
+                self._shape,
+                single.Cells(
+                    choice=choice,
+                    position=self._next_positions(choice, [token]),
+                    segment=(token.segment or "prompt").encode(),
+                    token_id=event.token_id,
+                    token=token_bytes.decode(errors="replace").encode(),
+                    token_bytes=token_bytes,
+                    logprob=event.logprob,
+                    stats=event.stats,
+                    finish_reason=None if finish_reason is None else finish_reason.encode(),
+                    selected=b"" if event.selected is None else event.selected.tobytes(),
+                ),
+            )
+        )
+        if event.row is not None:
+            self._sink.write(event.row.data.cast("B"))
+            self._sink.write(bytes(-event.row.nbytes % single.ALIGNMENT))
+
+    def end(self, completion: ChatCompletion | Completion) -> list[memoryview]:
         """Write the end record and the end-of-stream mark."""
         self._write_record(END_KEY, msgspec.json.encode(completion))
         self._writer.close()
@@ -135,20 +184,21 @@ class RowWriter:
         return self._sink.drain()
 
     def _write_record(self, key: bytes, value: bytes) -> None:
-        empty = pa.RecordBatch.from_pylist([], schema=self._schema)
-        self._writer.write_batch(empty, custom_metadata={key: value})
+        self._writer.write_batch(self._empty(), custom_metadata={key: value})
 
-    def _batch(self, choice: int, tokens: Sequence[TokenEvent], finish_reason: str | None) -> pa.RecordBatch:
+    def _empty(self) -> pa.RecordBatch:
+        return pa.RecordBatch.from_pylist([], schema=self._schema)
+
+    def _batch(self, choice: int, decided: Sequence[Token], finish_reason: str | None) -> pa.RecordBatch:
         """Return one batch; its rows are the engine's own memory where there is one token."""
+        tokens = [token.event for token in decided if token.event is not None]
         num = len(tokens)
         ids = [event.token_id for event in tokens]
-        part = (choice, tokens[0].is_prompt)
-        first = self._positions.get(part, 0)
-        self._positions[part] = first + num
+        first = self._next_positions(choice, decided)
         columns = [
             pa.array([choice] * num, pa.int32()),
             pa.array(range(first, first + num), pa.int32()),
-            pa.array([self._segment(event) for event in tokens], pa.utf8()),
+            pa.array([token.segment or "prompt" for token in decided], pa.utf8()),
             pa.array(ids, pa.int32()),
             pa.array([self._tokenizer.token_text(each) for each in ids], pa.utf8()),
             pa.array([self._tokenizer.token_bytes(each) for each in ids], pa.binary()),
@@ -170,10 +220,12 @@ class RowWriter:
             columns.append(self._lists("logits", [event.row for event in tokens if event.row is not None]))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-    def _segment(self, event: TokenEvent) -> str:
-        if event.is_prompt:
-            return "prompt"
-        return "special" if self._tokenizer.is_special(event.token_id) else "content"
+    def _next_positions(self, choice: int, tokens: Sequence[Token]) -> int:
+        """Return the position of the first of some tokens of one part, and count them."""
+        part = (choice, tokens[0].is_prompt)
+        first = self._positions.get(part, 0)
+        self._positions[part] = first + len(tokens)
+        return first
 
     def _lists(self, name: str, rows: Sequence[NDArray[np.floating]]) -> pa.Array:
         """Return a column of fixed-size lists; of one row it is the row's own memory."""

@@ -11,6 +11,7 @@ from litestar import Request
 from litestar.exceptions import InternalServerException
 
 from schemas.base import WireRequest
+from schemas.sampling import UNSUPPORTED
 from service.errors import MAX_ECHO, Problem, ProblemsError, ServiceError, echo
 
 T = TypeVar("T", bound=WireRequest)
@@ -52,6 +53,16 @@ async def read_body(request: Request[Any, Any, Any]) -> bytes:
         raise ServiceError("malformed_json", "the connection closed in the middle of the body") from error
 
 
+def check_model(asked: str | None, served: str) -> None:
+    """Refuse any model but the one that is served; no name at all is taken as that one.
+
+    Raises:
+        ServiceError: ``model_not_found``.
+    """
+    if asked not in (None, served):
+        raise ServiceError("model_not_found", f"this server has {served}", "model")
+
+
 def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
     """Return the struct that a body states.
 
@@ -67,11 +78,10 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
     problems: list[Problem] = []
     for name, value in raw.items():
         field = fields.get(name)
-        if field is None:
-            if not ignore_unknown:
-                problems.append(_unknown(name, fields))
+        if value is None and (field is not None or name in UNSUPPORTED):
             continue
-        if value is None:
+        if field is None:
+            problems += _stray(name, value, fields, ignore_unknown=ignore_unknown)
             continue
         numbers = _integral(value)
         if not _has_short_integers(numbers):
@@ -156,6 +166,15 @@ def _integral(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(each, float | list) for each in value):
         return [_integral(each) for each in value]
     return value
+
+
+def _stray(name: str, value: Any, fields: dict[str, Any], *, ignore_unknown: bool) -> list[Problem]:
+    """Return what is wrong with a field that the endpoint does not have."""
+    if name in UNSUPPORTED:
+        if value in UNSUPPORTED[name]:
+            return []
+        return [Problem("unsupported_parameter", "is not supported", name)]
+    return [] if ignore_unknown else [_unknown(name, fields)]
 
 
 def _unknown(name: str, fields: dict[str, Any]) -> Problem:

@@ -5,6 +5,9 @@ from enum import Enum
 from schemas.arrow import MEDIA_TYPE
 from service.errors import ServiceError, echo
 
+EVENTS = "text/event-stream"
+"""How JSON is streamed."""
+
 
 class Representation(Enum):
     """The two forms of an answer."""
@@ -25,7 +28,9 @@ def negotiate(accept: str | None) -> Representation:
     ranges = [parsed for member in (accept or "").split(",") if (parsed := _parse(member))]
     if not ranges:
         return Representation.JSON
-    json_q = _quality(ranges, Representation.JSON.value)
+    # Clients that stream ask for events by ``stream``, and may also name them here.
+    events_q = max((q for media_type, q in ranges if media_type == EVENTS), default=0.0)
+    json_q = max(_quality(ranges, Representation.JSON.value), events_q)
     arrow_q = _quality(ranges, MEDIA_TYPE)
     if json_q == arrow_q == 0:
         raise ServiceError(
@@ -35,7 +40,7 @@ def negotiate(accept: str | None) -> Representation:
         return Representation.ARROW
     # At equal weight a name is a wish, and a wildcard is none.
     named = {media_type for media_type, q in ranges if q > 0}
-    is_arrow_wish = MEDIA_TYPE in named and Representation.JSON.value not in named
+    is_arrow_wish = MEDIA_TYPE in named and not named & {Representation.JSON.value, EVENTS}
     return Representation.ARROW if is_arrow_wish and arrow_q == json_q else Representation.JSON
 
 

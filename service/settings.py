@@ -88,6 +88,35 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="Seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
     max_body_bytes: Annotated[int, Meta(description="Size of a request body at most", ge=1)] = 16 * 2**20
+    max_top_logprobs: Annotated[
+        int,
+        Meta(
+            description="Alternatives per token that a request may ask for, if more than OpenAI's 20 (chat) "
+            "and 5 (completions); -1 lifts the limit",
+            ge=-1,
+        ),
+    ] = 0
+    keep_alive: Annotated[
+        float, Meta(description="Seconds of silence after which a stream of events gets a comment", gt=0)
+    ] = 5.0
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="Markers around reasoning, such as `<think>,</think>`; `auto` finds the chat "
+            "template's, `off` leaves all text content"
+        ),
+    ] = "auto"
+    tool_parser: Annotated[
+        Literal["auto", "off", "hermes", "llama3", "mistral"],
+        Meta(description="Form of the model's tool calls; `auto` finds the chat template's"),
+    ] = "auto"
+    allow_chat_template: Annotated[
+        bool, Meta(description="Let a request bring its own chat template; Jinja code that may run long")
+    ] = False
+    sampling_defaults: Annotated[
+        Literal["openai", "model"],
+        Meta(description="What a request leaves open is OpenAI's default, or the checkpoint's own"),
+    ] = "openai"
     unknown_fields: Annotated[
         Literal["error", "ignore"], Meta(description="What happens to request fields that nobody knows")
     ] = "error"
@@ -139,7 +168,11 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
             values[name] = msgspec.convert(value, hint, strict=False, dec_hook=_to_path)
         except msgspec.ValidationError as error:
             raise SettingsError(f"{variable}={value!r}: {error}") from error
-    return Settings(**values)  # type: ignore[arg-type]
+    settings = Settings(**values)  # type: ignore[arg-type]
+    parser = settings.reasoning_parser
+    if parser not in ("auto", "off") and (parser.count(",") != 1 or not all(parser.split(","))):
+        raise SettingsError(f"REASONING_PARSER={parser!r}: expected auto, off or two markers with a comma")
+    return settings
 
 
 def _to_path(kind: type, value: object) -> object:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Load
-from engine.fake import SPECIAL_TOKENS, ScriptedRunner, byte_tokenizer
+from engine.fake import CHAT_TEMPLATE, SPECIAL_TOKENS, ScriptedRunner, byte_tokenizer
 from engine.types import ModelInfo
 from engine.worker import Model
 
@@ -40,11 +40,12 @@ def hooked_load(
     vocab_size: int = VOCAB_SIZE,
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 4096,
+    chat_template: str = CHAT_TEMPLATE,
 ) -> Load:
     """Return a loader of a scripted model with a hook."""
 
     def load(config: EngineConfig) -> tuple[Model, ModelInfo]:
-        tokenizer = byte_tokenizer()
+        tokenizer = byte_tokenizer(chat_template)
         ids = tokenizer.encode(script) if isinstance(script, str) else script
         eos = tokenizer.eos_token_id
         assert eos is not None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.fake import byte_tokenizer
+from engine.segments import Segment
 from engine.types import ModelInfo, RowDtype, TokenEvent
 from logitwire import Client
 from logitwire.arrow import read_table
@@ -24,7 +25,8 @@ from schemas.arrow import MEDIA_TYPE
 from schemas.chat import AssistantMessage, ChatChoice, ChatCompletion
 from schemas.logits import PromptTokensDetails, Usage
 from service.arrow import RowWriter
-from service.convert import Plan
+from service.convert.choice import Token
+from service.convert.plan import Plan
 
 NUM_ROWS = 64
 STREAMED_ROWS = 1000
@@ -156,6 +158,7 @@ def _plan() -> Plan:
     )
     return Plan(
         id="x",
+        object="chat.completion",
         created=0,
         model="x",
         info=info,
@@ -166,19 +169,21 @@ def _plan() -> Plan:
         wants_token_ids=False,
         do_sample=False,
         arrow_compression=None,
-        prompt_token_ids=(1,),
+        prompts=((1,),),
     )
 
 
-_EVENTS = [
-    TokenEvent(97, "a", 0.0, row=np.full(VOCAB_SIZE, place, RowDtype.FLOAT16.value))
+_TOKENS = [
+    Token(
+        TokenEvent(97, ("a",), 0.0, row=np.full(VOCAB_SIZE, place, RowDtype.FLOAT16.value)), Segment.CONTENT
+    )
     for place in range(NUM_ROWS)
 ]
 
 
 def _stream() -> list[memoryview]:
     writer = RowWriter(_plan(), byte_tokenizer())
-    pieces = [piece for event in _EVENTS for piece in writer.write(0, [event])]
+    pieces = [piece for token in _TOKENS for piece in writer.write(0, [token], None)]
     choice = ChatChoice(
         index=0, message=AssistantMessage(content=""), logprobs=None, finish_reason="stop", stop_reason=None
     )

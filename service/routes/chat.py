@@ -8,14 +8,15 @@ from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from engine.engine import Engine
+from engine.grammar import Grammar
 from schemas.chat import ChatRequest
-from service.answers import ArrowAnswer, JsonAnswer
-from service.convert import chat_prompt, check_chat, plan_chat
-from service.decode import check_content_type, decode, read_body
-from service.errors import ServiceError
+from service.answers import answer_for
+from service.convert.chat import ChatDialect, chat_prompt, check_chat, is_named_call, plan_chat
+from service.decode import check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
-from service.negotiate import Representation, negotiate
+from service.negotiate import negotiate
 from service.settings import Settings
+from service.structured import compile_calls, compile_format
 
 
 @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
@@ -30,11 +31,14 @@ async def create_chat_completion(
     form = negotiate(request.headers.get("accept"))
     chat = decode(ChatRequest, await read_body(request), ignore_unknown=settings.unknown_fields == "ignore")
     engine.check_ready()
-    served = settings.served_model_name or engine.info.name
-    if chat.model not in (None, served):
-        raise ServiceError("model_not_found", f"this server has {served}", "model")
+    check_model(chat.model, settings.served_model_name or engine.info.name)
     check_chat(chat, form, settings)
-    prompt_token_ids = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len)
-    plan, requests = plan_chat(chat, form, prompt_token_ids, engine.info, settings)
-    answer = ArrowAnswer if form is Representation.ARROW else JsonAnswer
-    return answer(engine, metrics, plan, requests)
+    prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
+    after = prompt.reasoning_end
+    if prompt.forced is not None:
+        grammar: Grammar | None = await compile_calls(engine, prompt.forced, after=after)
+    else:
+        grammar = await compile_format(engine, chat.response_format, after=after)
+    plan, requests = plan_chat(chat, form, prompt, engine.info, settings, grammar=grammar)
+    dialect = ChatDialect(plan, engine.tokenizer, prompt.splitting, is_named_call=is_named_call(chat))
+    return answer_for(form, is_stream=bool(chat.stream))(engine, metrics, dialect, requests)

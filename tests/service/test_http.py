@@ -62,7 +62,6 @@ def test_every_post_field_without_effect_is_taken(scripted: ServerThread) -> Non
         "service_tier": "auto",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
-        "stream_options": {"include_usage": True},
         "n": 1,
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -78,12 +77,13 @@ def test_every_post_field_without_effect_is_taken(scripted: ServerThread) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stream", True),
-        ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
         ("chat_template", "x"),
-        ("priority", 1),
+        ("functions", [{"name": "f"}]),
+        ("audio", {"voice": "alloy"}),
+        ("web_search_options", {}),
+        ("use_beam_search", True),
+        ("bad_words", ["x"]),
+        ("prompt_logprobs", 1),
     ],
 )
 def test_what_is_known_but_not_supported_is_never_swallowed(
@@ -92,6 +92,9 @@ def test_what_is_known_but_not_supported_is_never_swallowed(
     reply = scripted.chat(**{field: value})
     assert reply.status == 422
     assert (reply.error["code"], reply.error["param"]) == ("unsupported_parameter", field)
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,19 @@ def test_what_is_known_but_not_supported_is_never_swallowed(
             "messages[0].content[0].type",
         ),
         ({"stop_token_ids": [70000]}, "stop_token_ids"),
+        ({"logit_bias": {"70000": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias.abc"),
+        ({"logit_bias": {"\u0661": 1}}, "logit_bias.\u0661"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ],
 )
 def test_combinations_that_contradict_each_other_name_the_field(

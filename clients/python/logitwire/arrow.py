@@ -7,8 +7,9 @@ pyarrow.
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -27,6 +28,9 @@ ERROR_KEY = b"logitwire.error"
 CONTINUATION = 0xFFFFFFFF
 SCHEMA, RECORD_BATCH = 1, 3
 FIRST_CAPACITY = 64
+
+CACHED_HEAD_BYTES = 4096
+"""Heads up to this size are parsed once: those of single rows are the same again and again."""
 
 ReadInto = Callable[[memoryview], int]
 """Fills some of a buffer and returns how much; 0 at the end of the stream."""
@@ -63,32 +67,77 @@ def read_table(readinto: ReadInto, *, max_rows: int | None = None, request_id: s
     """
     messages = _messages(readinto)
     first = next(messages, None)
-    if first is None or first.kind != SCHEMA:
+    if first is None or first.head.kind != SCHEMA:
         raise IncompleteStreamError("the stream does not begin with a schema")
     schema = pa.ipc.read_schema(pa.py_buffer(first.framed()))
     response = msgspec.json.decode((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
     has_logits = "logits" in schema.names
     if has_logits and schema.names[-1] != "logits":
         raise IncompleteStreamError("the logits are not the last column")
-    small = [each for each in schema if each.name != "logits"]
+    small = [_Column.of(each.name, each.type) for each in schema if each.name != "logits"]
     columns: dict[str, list[Any]] = {each.name: [] for each in small}
     rows = _Rows(schema.field("logits").type, max_rows) if has_logits else None
     end: dict[str, Any] | None = None
     num_rows = 0
     for message in messages:
-        if ERROR_KEY in message.custom_metadata:
-            envelope = msgspec.json.decode(message.custom_metadata[ERROR_KEY])
+        custom_metadata = message.head.custom_metadata
+        if ERROR_KEY in custom_metadata:
+            envelope = msgspec.json.decode(custom_metadata[ERROR_KEY])
             raise APIError(None, envelope.get("error", {}), request_id)
-        if END_KEY in message.custom_metadata:
-            end = msgspec.json.decode(message.custom_metadata[END_KEY])
-        num_rows += message.num_rows
-        for name, values in message.read_body(schema, rows).items():
+        if END_KEY in custom_metadata:
+            end = msgspec.json.decode(custom_metadata[END_KEY])
+        num_rows += message.head.num_rows
+        for name, values in message.read_body(schema, small, rows).items():
             columns[name] += values
     if end is None:
         raise IncompleteStreamError(f"the stream ended after {num_rows} rows, without an end record")
     if sum(end.get("rows", ())) != num_rows:
         raise IncompleteStreamError(f"{num_rows} rows came, but the end record says {end.get('rows')}")
     return Table(columns, None if rows is None else rows.view(), response, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One of the small columns.
+
+    Attributes:
+        form: Of a value, if it is a number.
+        is_text: Whether it is UTF-8.
+        is_binary: Whether it is bytes.
+    """
+
+    name: str
+    kind: pa.DataType
+    form: struct.Struct | None
+    is_text: bool
+    is_binary: bool
+
+    @classmethod
+    def of(cls, name: str, kind: pa.DataType) -> "_Column":
+        """Return the column of a field."""
+        return cls(name, kind, _FORMS.get(kind), kind == pa.utf8(), kind == pa.binary())
+
+    def cell(
+        self, body: bytearray, buffers: Iterator[tuple[int, int]], nodes: Iterator[tuple[int, int]]
+    ) -> Any:
+        """Return the only value in a body of one row; pyarrow's arrays would cost more than the row."""
+        if self.form is None and not self.is_text and not self.is_binary:
+            return _array(self.kind, pa.py_buffer(body), buffers, nodes).to_pylist()[0]
+        _, null_count = next(nodes)
+        next(buffers)  # the validity bitmap
+        at, _ = next(buffers)
+        if self.form is not None:
+            return None if null_count else self.form.unpack_from(body, at)[0]
+        values_at, _ = next(buffers)
+        if null_count:
+            return None
+        start, stop = _OFFSETS.unpack_from(body, at)
+        value = bytes(body[values_at + start : values_at + stop])
+        return value.decode() if self.is_text else value
+
+
+_FORMS = {pa.int32(): struct.Struct("<i"), pa.float32(): struct.Struct("<f")}
+_OFFSETS = struct.Struct("<2i")
 
 
 class _Rows:
@@ -118,11 +167,10 @@ class _Rows:
         return rows
 
 
-@dataclass(slots=True)
-class _Message:
-    """One IPC message whose body is still in the stream."""
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the metadata of an IPC message says of its body."""
 
-    metadata: bytes
     kind: int
     body_length: int
     num_rows: int
@@ -130,6 +178,14 @@ class _Message:
     buffers: list[tuple[int, int]]
     is_compressed: bool
     custom_metadata: dict[bytes, bytes]
+
+
+@dataclass(slots=True)
+class _Message:
+    """One IPC message whose body is still in the stream."""
+
+    metadata: bytes
+    head: _Head
     fill: Callable[[memoryview], None]
     is_read: bool = field(default=False)
 
@@ -137,33 +193,37 @@ class _Message:
         """Return the metadata with its frame, as pyarrow reads it."""
         return struct.pack("<Ii", CONTINUATION, len(self.metadata)) + self.metadata
 
-    def read_body(self, schema: pa.Schema, rows: _Rows | None) -> dict[str, list[Any]]:
+    def read_body(
+        self, schema: pa.Schema, small: Sequence[_Column], rows: _Rows | None
+    ) -> dict[str, list[Any]]:
         """Receive the body: rows into their array, the other columns into lists."""
         self.is_read = True
-        if self.is_compressed:
+        head = self.head
+        if head.is_compressed:
             return self._read_compressed(schema, rows)
-        small = [each for each in schema if each.name != "logits"]
-        has_rows = rows is not None and self.num_rows > 0
-        logits_at, logits_length = self.buffers[-1] if has_rows else (self.body_length, 0)
+        has_rows = rows is not None and head.num_rows > 0
+        logits_at, logits_length = head.buffers[-1] if has_rows else (head.body_length, 0)
         body = bytearray(logits_at)
         self.fill(memoryview(body))
         if rows is not None and has_rows:
-            self.fill(rows.next(self.num_rows))
-            self.fill(memoryview(bytearray(self.body_length - logits_at - logits_length)))
-        if not self.num_rows:
+            self.fill(rows.next(head.num_rows))
+            self.fill(memoryview(bytearray(head.body_length - logits_at - logits_length)))
+        if not head.num_rows:
             return {}
+        buffers, nodes = iter(head.buffers), iter(head.nodes)
+        if head.num_rows == 1:
+            return {each.name: [each.cell(body, buffers, nodes)] for each in small}
         whole = pa.py_buffer(body)
-        buffers, nodes = iter(self.buffers), iter(self.nodes)
-        return {each.name: _array(each.type, whole, buffers, nodes).to_pylist() for each in small}
+        return {each.name: _array(each.kind, whole, buffers, nodes).to_pylist() for each in small}
 
     def _read_compressed(self, schema: pa.Schema, rows: _Rows | None) -> dict[str, list[Any]]:
         """Receive a body whose buffers are compressed; its rows are copied once, by their decompression."""
-        body = bytearray(self.body_length)
+        body = bytearray(self.head.body_length)
         self.fill(memoryview(body))
         batch = pa.ipc.read_record_batch(pa.py_buffer(self.framed() + body), schema)
         columns = {name: batch[name].to_pylist() for name in schema.names if name != "logits"}
-        if rows is not None and self.num_rows:
-            rows.next(self.num_rows)[:] = batch["logits"].flatten().to_numpy().view(np.uint8).data
+        if rows is not None and self.head.num_rows:
+            rows.next(self.head.num_rows)[:] = batch["logits"].flatten().to_numpy().view(np.uint8).data
         return columns
 
 
@@ -210,10 +270,11 @@ def _messages(readinto: ReadInto) -> Iterator[_Message]:
             return
         metadata = bytearray(length)
         fill(memoryview(metadata))
-        message = _parse(bytes(metadata), fill)
+        parse = _parse_again if length <= CACHED_HEAD_BYTES else _parse
+        message = _Message(bytes(metadata), parse(bytes(metadata)), fill)
         yield message
-        if not message.is_read and message.body_length:
-            fill(memoryview(bytearray(message.body_length)))
+        if not message.is_read and message.head.body_length:
+            fill(memoryview(bytearray(message.head.body_length)))
 
 
 class _FlatTable:
@@ -268,14 +329,13 @@ class _FlatTable:
         return self._data[at : at + length]
 
 
-def _parse(metadata: bytes, fill: Callable[[memoryview], None]) -> _Message:
+def _parse(metadata: bytes) -> _Head:
     """Return the parts of Arrow's ``Message`` and ``RecordBatch`` tables that reading needs."""
     try:
         message = _FlatTable(metadata, struct.unpack_from("<I", metadata)[0])
         kind = message.integer(1, "<B")
         batch = message.table(2) if kind == RECORD_BATCH else None
-        return _Message(
-            metadata=metadata,
+        return _Head(
             kind=kind,
             body_length=message.integer(3, "<q"),
             num_rows=0 if batch is None else batch.integer(0, "<q"),
@@ -283,7 +343,9 @@ def _parse(metadata: bytes, fill: Callable[[memoryview], None]) -> _Message:
             buffers=[] if batch is None else batch.pairs(2),
             is_compressed=batch is not None and batch.table(3) is not None,
             custom_metadata={each.string(0): each.string(1) for each in message.tables(4)},
-            fill=fill,
         )
     except struct.error as error:
         raise IncompleteStreamError("a message of the stream cannot be read") from error
+
+
+_parse_again = lru_cache(1024)(_parse)

@@ -398,10 +398,10 @@ async def test_a_fault_fails_its_own_sequence_and_the_next_request_works(
 async def test_a_fault_in_sampling_fails_its_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = worker_module.sample
 
-    def faulty_sample(logits: torch.Tensor, params: SamplingParams, **others: Any) -> list[int]:
+    def faulty_sample(logits: torch.Tensor, params: SamplingParams, rows: Any, **others: Any) -> list[int]:
         if params.top_k == 7:
             raise RuntimeError("boom")
-        return sample(logits, params, **others)
+        return sample(logits, params, rows, **others)
 
     monkeypatch.setattr(worker_module, "sample", faulty_sample)
     async with running() as engine:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import LogitsOverflowError, NonFiniteLogitsError
-from engine.sampling import raw_logprobs, row_fault, sample
+from engine.sampling import SampledRow, raw_logprobs, row_fault, sample
 from engine.types import RowDtype, SamplingParams
 
 V = 50
@@ -19,6 +20,9 @@ params = st.builds(
     top_k=st.sampled_from([0, 1, 5, 1000]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
     repetition_penalty=st.sampled_from([5e-324, 1e-39, 0.5, 1.0, 2.0, 100.0]),
+    frequency_penalty=st.sampled_from([-2.0, 0.0, 1.5]),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 0.5]),
+    logit_bias=st.sampled_from([(), ((3, 100.0), (V - 1, -100.0))]),
 )
 
 
@@ -26,14 +30,21 @@ def logits_of(seed: int, rows: int = 3, scale: float = 5.0) -> torch.Tensor:
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def draw(logits: torch.Tensor, settings: SamplingParams, seed: int = 0, num_ids: int = V) -> list[int]:
-    return sample(
-        logits,
-        settings,
-        token_ids=[[1, 2, 3]] * len(logits),
-        generators=[torch.Generator().manual_seed(seed + row) for row in range(len(logits))],
-        num_ids=num_ids,
-    )
+def draw(
+    logits: torch.Tensor,
+    settings: SamplingParams,
+    seed: int = 0,
+    num_ids: int = V,
+    *,
+    history: tuple[int, ...] = (1, 2, 3),
+    num_prompt_tokens: int = 1,
+    forbidden: tuple[int, ...] = (),
+) -> list[int]:
+    rows = [
+        SampledRow(history, num_prompt_tokens, torch.Generator().manual_seed(seed + row), forbidden)
+        for row in range(len(logits))
+    ]
+    return sample(logits, settings, rows, num_ids=num_ids)
 
 
 @settings(deadline=None)
@@ -122,3 +133,40 @@ def test_minus_infinity_and_the_largest_float16_are_no_faults() -> None:
     row = torch.zeros(V)
     row[5], row[6] = -math.inf, 65504.0
     assert row_fault(row, RowDtype.FLOAT16) is None
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+def test_a_bias_moves_the_choice_and_leaves_ids_of_the_padding_alone() -> None:
+    biased = replace(GREEDY, logit_bias=((1, 5.0), (3, 100.0)))
+    assert draw(row(4.0, 0.0, 3.0, 9.0), biased, num_ids=3, history=(0,)) == [1]
+    banned = replace(GREEDY, logit_bias=((0, -100.0),))
+    assert draw(row(4.0, 0.0, 3.0), banned, num_ids=3, history=(0,)) == [2]
+
+
+def test_the_frequency_penalty_counts_and_the_presence_penalty_does_not() -> None:
+    # The completion holds id 0 three times and id 1 once; the prompt's 2 does not count.
+    history = (2, 0, 0, 1, 0)
+    logits = row(5.0, 4.0, 1.0, 2.5)
+    assert draw(logits, GREEDY, num_ids=4, history=history) == [0]
+    assert draw(logits, replace(GREEDY, frequency_penalty=1.0), num_ids=4, history=history) == [1]
+    assert draw(logits, replace(GREEDY, presence_penalty=2.0), num_ids=4, history=history) == [0]
+    assert draw(logits, replace(GREEDY, frequency_penalty=1.9), num_ids=4, history=history) == [3]
+    assert draw(logits, replace(GREEDY, presence_penalty=-2.0), num_ids=4, history=(2, 1)) == [1]
+
+
+def test_the_repetition_penalty_looks_at_the_prompt_too() -> None:
+    logits = row(5.0, 4.0)
+    assert draw(logits, replace(GREEDY, repetition_penalty=2.0), num_ids=2, history=(0,)) == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_forbidden_id_is_not_chosen_however_likely(temperature: float) -> None:
+    logits = row(50.0, 1.0, 0.0)
+    chosen = draw(logits, SamplingParams(temperature=temperature), num_ids=3, forbidden=(0,))
+    assert chosen[0] in (1, 2)
