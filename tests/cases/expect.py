@@ -1,9 +1,9 @@
 """The simple checks: what a case states of an answer as data.
 
-``status`` (200 if absent) and ``code`` may be lists of what is allowed; ``param`` allows paths below it;
-``says`` are texts of the error's message; ``type`` is the media type; ``headers`` are texts that headers
-hold, without regard to case; ``body`` is the exact body; ``within_s`` the longest time; ``paths`` are values of the
-JSON body: the very value, or an object of ``in``, ``min``, ``max``, ``type``.
+``status`` (200 if absent) and ``code`` may be lists of what is allowed; ``param`` allows paths below it.
+``says`` are texts of the error's message, ``type`` is the media type, ``headers`` are texts that headers
+hold, without regard to case. ``body`` is the exact body, ``within_s`` the longest time. ``paths`` are values
+of the JSON body: the very value, or an object of ``in``, ``min``, ``max``, ``type``.
 """
 
 from collections.abc import Mapping

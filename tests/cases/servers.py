@@ -120,7 +120,7 @@ class Servers:
                 OUTBOX_BYTES=str(OUTBOX_BYTES),
             ),
             "one place": lambda: Remote(
-                folder / "log-one-place", THREADS="1", MAX_BATCH_SIZE="1", KEEPALIVE=str(KEEPALIVE_S)
+                folder / "log-one-place", THREADS="1", MAX_BATCH_SIZE="1", KEEP_ALIVE=str(KEEPALIVE_S)
             ),
             "padded vocabulary": lambda: Local(padded_load, kv_cache_bytes=2**26),
             "strict template": lambda: Local(strict_load),

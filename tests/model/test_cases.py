@@ -1,7 +1,7 @@
-"""Faults that were seen in servers like this one, each as a request to a real server and what must come back.
+"""Faults seen in servers like this one, each as a request to a real server and what must come back.
 
-The cases are data (``tests/cases/requests.jsonl``). Those that do not mind company run in the background, some
-at a time; each test then looks at the answers of its own case.
+The cases are data (``tests/cases/requests.jsonl``). Those that do not mind company run in the
+background, some at a time; each test then looks at the answers of its own case.
 """
 
 from collections.abc import Callable, Iterator
