@@ -56,7 +56,7 @@ def small_blocks() -> Iterator[None]:
 @dataclass(frozen=True)
 class Result:
     token_ids: tuple[int, ...]
-    text: str
+    texts: tuple[str, ...]
     reason: FinishReason
     stop_reason: str | int | None
     rows: np.ndarray
@@ -92,6 +92,8 @@ samplings = st.sampled_from(
         SamplingParams(temperature=1.3),
         SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
         SamplingParams(temperature=2.0, min_p=0.02, repetition_penalty=0.8),
+        SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=-0.5),
+        SamplingParams(temperature=1.0, presence_penalty=2.0, logit_bias=((65, 4.0), (258, -100.0))),
     ]
 )
 
@@ -104,6 +106,9 @@ requests = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     stop=st.sampled_from([(), ("a",), ("zz", "\n")]),
     stop_token_ids=st.sampled_from([frozenset(), frozenset(range(60, 70))]),
+    min_tokens=st.sampled_from([0, 0, 9]),
+    include_stop=st.booleans(),
+    priority=st.sampled_from([0, 0, -1, 1]),
     row_dtype=st.just(RowDtype.FLOAT32),
     logprobs=st.booleans(),
 )
@@ -185,7 +190,7 @@ def result_of(events: list[TokenEvent | Finish], ended_in: int) -> Result:
     assert all(isinstance(each, TokenEvent) for each in tokens)
     return Result(
         token_ids=tuple(each.token_id for each in tokens),
-        text="".join(each.text for each in tokens),
+        texts=tuple(text for each in tokens for text in each.texts),
         reason=finish.reason,
         stop_reason=finish.stop_reason,
         rows=np.stack([each.row for each in tokens]),
@@ -197,7 +202,11 @@ def result_of(events: list[TokenEvent | Finish], ended_in: int) -> Result:
 
 def check(architecture: str, expected: Result, got: Result) -> None:
     assert got.token_ids == expected.token_ids
-    assert (got.text, got.reason, got.stop_reason) == (expected.text, expected.reason, expected.stop_reason)
+    assert (got.texts, got.reason, got.stop_reason) == (
+        expected.texts,
+        expected.reason,
+        expected.stop_reason,
+    )
     gap = float(np.abs(got.rows - expected.rows).max())
     assert gap <= TOLERANCE
     largest_gap[architecture] = max(largest_gap.get(architecture, 0.0), gap)

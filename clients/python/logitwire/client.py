@@ -24,6 +24,8 @@ class ChatResult:
 
     Attributes:
         text: What the model said; stop strings and special tokens are cut from it only.
+        reasoning: What it thought before that, if the server splits that off and it is not hidden.
+        segments: T words: "content", "reasoning", "tool" or "special".
         token_ids: T ids.
         tokens: T token texts.
         logprobs: float32 (T,): log-softmax of the raw row over all of V, at the emitted token.
@@ -31,7 +33,7 @@ class ChatResult:
             It is the memory that was received into. ``None`` if no rows were asked for.
         prompt_logits: (P - 1, V), read-only, with ``return_prompt_logits=True``: the rows that predict the
             prompt's tokens 1 to P-1.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "tool_calls"; the calls are in ``response``.
         stop_reason: The stop string or stop token id that was met, if any.
         usage: Token counts.
         metadata: What the numbers are: ``source_dtype``, ``wire_dtype``, ``vocab_size`` and so on.
@@ -41,6 +43,8 @@ class ChatResult:
     """
 
     text: str
+    reasoning: str | None
+    segments: list[str]
     token_ids: list[int]
     tokens: list[str]
     logprobs: NDArray[np.float32]
@@ -142,7 +146,9 @@ class Client:
         # With return_prompt_logits, the prompt's rows come first.
         num_prompt = table.columns["segment"].count("prompt")
         return ChatResult(
-            text=choice["message"]["content"],
+            text=choice["message"]["content"] or "",
+            reasoning=choice["message"].get("reasoning_content"),
+            segments=table.columns["segment"][num_prompt:],
             token_ids=table.columns["token_id"][num_prompt:],
             tokens=table.columns["token"][num_prompt:],
             logprobs=np.asarray(table.columns["logprob"][num_prompt:], np.float32),
