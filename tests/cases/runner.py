@@ -88,13 +88,14 @@ class Case:
 def load_cases() -> dict[str, Case]:
     """Return all cases by their id."""
     lines = Path(__file__).with_name("requests.jsonl").read_text().splitlines()
-    cases = [_case(json.loads(line)) for line in lines]
+    cases = [read_case(json.loads(line)) for line in lines]
     found = {case.id: case for case in cases}
     assert len(found) == len(cases), "an id comes twice"
     return found
 
 
-def _case(stated: dict[str, Any]) -> Case:
+def read_case(stated: dict[str, Any]) -> Case:
+    """Return a case as it is stated."""
     assert set(stated) <= CASE_KEYS, set(stated) - CASE_KEYS
     raw = stated["raw"].encode() if "raw" in stated else None
     if "raw_b64" in stated:
