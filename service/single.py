@@ -81,9 +81,7 @@ def _layout(
     return message[: 8 + length], Struct(form)
 
 
-def _sample(
-    shape: Shape, num_segment: int, num_token: int, num_bytes: int, num_finish: int | None
-) -> bytes:
+def _sample(shape: Shape, num_segment: int, num_token: int, num_bytes: int, num_finish: int | None) -> bytes:
     """Return a batch with strings of these lengths, as pyarrow writes it."""
     schema = row_schema(
         shape.vocab_size,
