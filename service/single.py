@@ -103,7 +103,8 @@ def _sample(shape: Shape, num_segment: int, num_token: int, num_bytes: int, num_
             columns.append(pa.FixedSizeListArray.from_arrays(zeros, type=field.type))
         else:
             columns.append(pa.array([values.get(field.name, 0)], field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()
+    message: bytes = pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()
+    return message
 
 
 def _padded(num_bytes: int) -> int:
