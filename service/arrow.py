@@ -138,6 +138,7 @@ class RowWriter:
         """Write one token as a batch, as pyarrow would."""
         token_bytes = self._tokenizer.token_bytes(event.token_id)
         assert event.logprob is not None
+        assert (event.row is None, event.selected is None) == (self._dtype is None, not self._num_selected)
         self._sink.write(
             single.encode(
                 self._shape,
