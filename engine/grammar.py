@@ -29,8 +29,9 @@ MAX_CACHED = 64
 MAX_MESSAGE = 200
 """Characters of a complaint of the library that are passed on."""
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
-"""White space inside JSON: enough to indent, and not so much that a model can stay in it for ever."""
+JSON_OPTIONS = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+"""White space between tokens of JSON: one space, or one line end with its indent. Small models that may write
+more of it fill their answers with it."""
 
 STACK_BYTES = 64 * 2**20
 """Of a thread that compiles. The library recurses, and ends the process where the stack ends. It needs some

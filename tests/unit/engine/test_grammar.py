@@ -132,9 +132,11 @@ def test_padding_of_the_head_and_special_tokens_never_come() -> None:
     assert len(state.fill()) * 8 >= COMPILER.num_ids
 
 
-def test_white_space_cannot_go_on_for_ever() -> None:
-    assert admits(JsonObject(), "{" + " " * 40 + "}")
-    assert not admits(JsonObject(), "{" + " " * 41 + "}")
+def test_white_space_is_what_printers_of_json_write() -> None:
+    for text in ("{}", "{ }", "{\n}", "{\r\n\t\t}", "{\n" + " " * 40 + "}", '{"a": 1, "b" : [\n  2\n]\n}'):
+        assert admits(JsonObject(), text)
+    for text in ("{  }", "{\n\n}", "{\n" + " " * 41 + "}", "{\t}"):
+        assert not admits(JsonObject(), text)
 
 
 @given(st.randoms(use_true_random=False))
