@@ -29,6 +29,7 @@ from engine.grammar import (
     ToolCalls,
 )
 from engine.masks import forbid
+from engine.runner import CacheFullError
 from engine.sampling import sample
 from engine.types import FinishReason, RowDtype, SamplingParams
 from tests.fakes import VOCAB_SIZE, hooked_load
@@ -523,6 +524,24 @@ async def test_a_grammar_in_the_batch_changes_nothing_for_others() -> None:
         (together, _), (bound, _) = await asyncio.gather(*map(collect, outboxes))
     assert [each.token_id for each in together] == [each.token_id for each in alone]
     assert [each.token_id for each in bound] == [each.token_id for each in bound_alone]
+
+
+async def test_a_sequence_that_makes_way_keeps_its_place_in_the_grammar() -> None:
+    raised: list[int] = []
+
+    def hook(place: int, row: torch.Tensor) -> None:
+        if place == 4 and not raised:
+            raised.append(place)
+            raise CacheFullError
+
+    fields: dict[str, Any] = {"sampling": SamplingParams(), "seed": 3, "max_tokens": 500}
+    async with running() as engine:
+        undisturbed, _ = await constrained(engine, schema(POINT), **fields)
+    async with running(hooked_load(hook)) as engine:
+        tokens, finish = await constrained(engine, schema(POINT), **fields)
+    assert raised == [4]
+    assert tokens == undisturbed
+    assert finish.reason is FinishReason.STOP
 
 
 async def test_a_grammar_that_fails_fails_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
