@@ -7,8 +7,10 @@ the worker asks a state for its next ids, and tells it what was chosen.
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,18 +29,27 @@ MAX_CACHED = 64
 MAX_MESSAGE = 200
 """Characters of a complaint of the library that are passed on."""
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
-"""White space inside JSON: enough to indent, and not so much that a model can stay in it for ever."""
+JSON_OPTIONS = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+"""White space between tokens of JSON: one space, or one line end with its indent. Small models that may write
+more of it fill their answers with it."""
 
-FULL = "too many states"
-"""What the library says once the copies of a grammar have together seen more than the limit below."""
+STACK_BYTES = 64 * 2**20
+"""Of a thread that compiles. The library recurses, and ends the process where the stack ends. It needs some
+4 MiB for what :data:`engine.schema.MAX_REFERENCE_DEPTH` allows; threads have 8 by default, or much less."""
 
-# Half of the defaults or less, so that no step of the worker takes longer than some ten milliseconds.
+MAX_RENEWAL_S = 0.05
+"""Time that the worker may lose to compile a grammar again."""
+
+FULL = "too many "
+"""How the library complains of states or expressions that the copies of a grammar have gathered together."""
+
+_STACK_LOCK = threading.Lock()
+
+# Half of the defaults or less. The worst schemas found then cost the worker 70 ms once, before they fail.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,
-    max_items_in_row=1000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,
     verbose_errors=False,
@@ -99,19 +110,33 @@ GrammarSpec = JsonObject | JsonSchema | ToolCalls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """What the cache keeps: a matcher at its start, for copies only, and the seconds it took to make."""
+
+    matcher: LLMatcher
+    seconds: float
+
+    def is_full(self) -> bool:
+        """Tell whether the store of states that the copies share has no room left."""
+        copy = self.matcher.deep_copy()
+        copy.compute_bitmask()
+        return copy.is_error()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """A compiled grammar, which any number of sequences may obey at once.
 
     Attributes:
         spec: What it was compiled from.
         param: Names it in an error.
-        matcher: At its start; for copies only.
+        compiled: What came of it.
         compiler: Where it comes from.
     """
 
     spec: GrammarSpec
     param: str | None
-    matcher: LLMatcher
+    compiled: Compiled
     compiler: "GrammarCompiler"
 
     def start(self, after: str | None = None) -> "GrammarState":
@@ -130,7 +155,7 @@ class GrammarState:
     def __init__(self, grammar: Grammar, gate: Gate | None = None) -> None:
         self._grammar = grammar
         self._gate = gate
-        self._matcher = grammar.matcher.deep_copy()
+        self._matcher = grammar.compiled.matcher.deep_copy()
         self._token_ids: list[int] = []
         self._words = np.zeros(-(-grammar.compiler.num_ids // 32), np.uint32)
 
@@ -191,8 +216,10 @@ class GrammarState:
 
     def _renew(self) -> None:
         """Go on with a fresh matcher: copies share one store of states, which others may have filled."""
-        self._matcher = self._grammar.compiler.renewed(self._grammar).deep_copy()
-        self._matcher.consume_tokens(self._token_ids)
+        fresh = self._grammar.compiler.renewed(self._grammar)
+        if fresh is not None:
+            self._matcher = fresh.matcher.deep_copy()
+            self._matcher.consume_tokens(self._token_ids)
 
     def _failure(self) -> InvalidRequestError:
         place = len(self._token_ids)
@@ -221,7 +248,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._eos_token_ids = sorted(each for each in eos_token_ids if each < self.num_ids)
         self._lock = threading.Lock()
-        self._matchers: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._markers: dict[str, Marker] = {}
         self._tokens: list[bytes] = []
         self._vocabulary: LLTokenizer | None = None
@@ -244,30 +271,34 @@ class GrammarCompiler:
         if after is not None:
             self.marker(after)
         with self._lock:
-            matcher = self._matchers.get(spec)
-            if matcher is not None:
-                self._matchers.move_to_end(spec)
-        if matcher is None:
-            matcher = self._compiled(vocabulary, spec, param)
-            self._keep(spec, matcher)
-        return Grammar(spec, param, matcher, self)
+            compiled = self._cache.get(spec)
+        if compiled is None or compiled.is_full():
+            compiled = self._compiled(vocabulary, spec, param)
+        self._keep(spec, compiled)
+        return Grammar(spec, param, compiled, self)
 
-    def renewed(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher in place of one whose store of states is full; it may be another sequence's."""
-        with self._lock:
-            matcher = self._matchers.get(grammar.spec)
-        if matcher is None or matcher is grammar.matcher or _is_full(matcher):
-            matcher = self._compiled(self._prepared(), grammar.spec, grammar.param)
-            self._keep(grammar.spec, matcher)
-        return matcher
+    def renewed(self, grammar: Grammar) -> Compiled | None:
+        """Return what another sequence has put in place of a grammar that is full, or compile it again.
 
-    def _keep(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
-        """Put a matcher into the cache, the least recently used one out of it."""
+        This is the one thing that the worker compiles, so nothing that took long is: then there is ``None``.
+        """
         with self._lock:
-            self._matchers[spec] = matcher
-            self._matchers.move_to_end(spec)
-            while len(self._matchers) > MAX_CACHED:
-                self._matchers.popitem(last=False)
+            compiled = self._cache.get(grammar.spec)
+        if compiled is not None and compiled is not grammar.compiled and not compiled.is_full():
+            return compiled
+        if grammar.compiled.seconds > MAX_RENEWAL_S:
+            return None
+        compiled = self._compiled(self._prepared(), grammar.spec, grammar.param)
+        self._keep(grammar.spec, compiled)
+        return compiled
+
+    def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        """Put what was compiled into the cache, the least recently used one out of it."""
+        with self._lock:
+            self._cache[spec] = compiled
+            self._cache.move_to_end(spec)
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
 
     def marker(self, text: str) -> Marker:
         """Return what a gate needs to know of its text.
@@ -299,8 +330,9 @@ class GrammarCompiler:
                 self._vocabulary = LLTokenizer(TokenizerWrapper(source), eos_token=self._eos_token_ids)
             return self._vocabulary
 
-    def _compiled(self, vocabulary: LLTokenizer, spec: GrammarSpec, param: str | None) -> LLMatcher:
+    def _compiled(self, vocabulary: LLTokenizer, spec: GrammarSpec, param: str | None) -> Compiled:
         """Compile one grammar."""
+        began = time.perf_counter()
         match spec:
             case JsonObject():
                 rules = ["start: " + _json_rule({"type": "object"})]
@@ -310,7 +342,7 @@ class GrammarCompiler:
                 rules = self._call_rules(spec, param)
         matcher, complaint = _matcher(vocabulary, rules)
         if matcher is not None:
-            return matcher
+            return Compiled(matcher, time.perf_counter() - began)
         for call in spec.calls if isinstance(spec, ToolCalls) else ():
             # Only one schema is to blame, as a rule.
             _, own = _matcher(vocabulary, ["start: " + _json_rule(json.loads(call.schema))])
@@ -367,18 +399,28 @@ class _Vocabulary:
 def _matcher(vocabulary: LLTokenizer, rules: Sequence[str]) -> tuple[LLMatcher | None, str]:
     """Return a matcher at its start, or what is wrong with the rules. Lets go of the interpreter lock."""
     text = "\n".join(['%llguidance {"no_forcing": true}', *rules])
-    matcher = LLMatcher(vocabulary, text, log_level=0, limits=_LIMITS)
-    if not matcher.is_error():
-        # Now and not on the worker: the first look at a large grammar takes longest, and copies share it.
-        matcher.compute_bitmask()
+    made: Future[LLMatcher] = Future()
+
+    def work() -> None:
+        try:
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=_LIMITS)
+            if not matcher.is_error():
+                # Now and not on the worker: the first look at a grammar takes longest, and copies share it.
+                matcher.compute_bitmask()
+            made.set_result(matcher)
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=work, name="logitwire-grammar")
+    with _STACK_LOCK:
+        # The size is one of the whole process; a thread that starts elsewhere meanwhile only gets more.
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    matcher = made.result()
     return (None, _complaint(matcher)) if matcher.is_error() else (matcher, "")
-
-
-def _is_full(matcher: LLMatcher) -> bool:
-    """Tell whether the store of states that copies share has no room left."""
-    copy = matcher.deep_copy()
-    copy.compute_bitmask()
-    return copy.is_error()
 
 
 def _complaint(matcher: LLMatcher) -> str:

@@ -14,10 +14,9 @@ from service import __version__
 from service.server import run
 from service.settings import SettingsError, load_settings, near_misses, settings_table
 from service.telemetry import configure_logging
+from service.tuning import tune_process
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     logger.info(
         "settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()}
     )
-    # Two threads take turns here, and the default turn of 5 ms is longer than most of what either does.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tune_process()
     engine = Engine(settings.engine_config(), load)
     try:
         code = asyncio.run(run(settings, engine))

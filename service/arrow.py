@@ -150,6 +150,7 @@ class RowWriter:
         event = token.event
         assert event is not None
         assert event.logprob is not None
+        assert (event.row is None, event.selected is None) == (self._dtype is None, not self._num_selected)
         token_bytes = self._tokenizer.token_bytes(event.token_id)
         self._sink.write(
             single.encode(

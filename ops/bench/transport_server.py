@@ -15,6 +15,7 @@ from engine.types import ModelInfo
 from engine.worker import Model
 from service.server import run
 from service.settings import Settings
+from service.tuning import tune_process
 
 VOCAB_SIZE = 152_064
 ROW_BYTES = 2 * VOCAB_SIZE
@@ -67,5 +68,6 @@ def raw_beside(app: Any) -> Any:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    tune_process()
     settings = Settings(port=0, max_logit_tokens=10**6)
     asyncio.run(run(settings, Engine(settings.engine_config(), load), wrap=raw_beside))

@@ -431,6 +431,7 @@ def _stop_over_several_tokens(run: Run, world: World) -> None:
     streamed, whole = text(run[0]), text(run[1])
     assert streamed == whole
     unstopped = text(run[2])
+    assert unstopped.startswith(" four five six seven")
     assert whole == cut(unstopped, stop)
     reason = "stop" if stop in unstopped else "length"
     assert finish_reasons(run[0]) == {0: [reason]}

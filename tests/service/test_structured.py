@@ -170,3 +170,20 @@ def test_many_schemas_at_once_beside_plain_requests(serve: Serve) -> None:
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, range(16)))
     assert answers == ["Hello." if place % 2 else str(place) for place in range(16)]
+
+
+def test_a_grammar_that_has_ended_ends_the_answer_whatever_the_least_number_of_tokens(
+    scripted: ServerThread,
+) -> None:
+    asked = wanted({"const": {"a": 1}})
+    fields: dict[str, Any] = {"min_tokens": 100, "max_tokens": 200, "frequency_penalty": 2}
+    for temperature in (0, 1):
+        reply = scripted.chat(response_format=asked, temperature=temperature, **fields)
+        assert json.loads(content(reply)) == {"a": 1}
+
+
+def test_a_completion_follows_a_schema_too(scripted: ServerThread) -> None:
+    body = {"prompt": "x", "response_format": wanted(), "max_tokens": 200}
+    reply = scripted.request("POST", "/v1/completions", body)
+    assert reply.status == 200, reply.body
+    check(reply.json["choices"][0]["text"])
