@@ -6,6 +6,7 @@ A stream sends these tokens as they come, and a whole answer is made of the same
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from engine.outbox import Event
 from engine.segments import Piece, Segment, Segmenter, ToolCallPart
@@ -44,11 +45,13 @@ class Echo:
 
     Attributes:
         texts: The own texts of its tokens.
+        offsets: Code points before each of them.
         has_entries: Whether each of its tokens has an entry; else its text is sent as a whole.
     """
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
+    offsets: tuple[int, ...]
     has_entries: bool
 
 
@@ -86,6 +89,7 @@ class Choice:
         *,
         splitting: Splitting | None = None,
         echo: Echo | None = None,
+        has_offsets: bool = False,
         keeps_tokens: bool = True,
         keeps_rows: bool = False,
         waits_for_text: bool = True,
@@ -97,6 +101,7 @@ class Choice:
             tokenizer: The model's.
             splitting: How tokens are split into segments; ``None`` knows content and special tokens only.
             echo: The prompt, if it is returned.
+            has_offsets: Whether tokens need their offsets; not where they are split.
             keeps_tokens: Whether tokens are needed after they have been given out.
             keeps_rows: Whether their rows are, too.
             waits_for_text: Whether a token waits until all its text is final; else it is given out at once,
@@ -114,6 +119,7 @@ class Choice:
         self._splitting = splitting
         self._segmenter = splitting.segmenter() if splitting else None
         self._echo = echo
+        self._has_offsets = has_offsets
         self._keeps_tokens = keeps_tokens
         self._keeps_rows = keeps_rows
         self._waits_for_text = waits_for_text or splitting is not None
@@ -149,7 +155,7 @@ class Choice:
             if isinstance(event, Finish):
                 self.finish = event
                 if self._segmenter is not None:
-                    tokens += self._decided(self._segmenter.finish())
+                    tokens += self._decided(self._segmenter.finish(), 0)
                 continue
             self.num_rows += event.row is not None
             self.num_row_bytes += event.num_bytes
@@ -162,9 +168,17 @@ class Choice:
                 self._undecided.append(event)
             else:
                 tokens.append(Token(event, self._plain_segment(event.token_id)))
-            for text in event.texts:
-                tokens += self._decided(self._pieces(self._untold.popleft(), text))
+            ids = [self._untold.popleft() for _ in event.texts]
+            offsets = self._offsets(ids, event.texts)
+            for token_id, text, offset in zip(ids, event.texts, offsets, strict=True):
+                tokens += self._decided(self._pieces(token_id, text), offset)
         return self._given_out(tokens)
+
+    def _offsets(self, token_ids: Sequence[int], texts: Sequence[str]) -> Sequence[int]:
+        """Return the code points before each of some tokens, if anybody looks at them."""
+        if not self._has_offsets:
+            return [0] * len(texts)
+        return text_offsets(self._tokenizer, token_ids, texts, start=self._num_characters)
 
     def _pieces(self, token_id: int, text: str) -> list[Piece]:
         if self._segmenter is not None:
@@ -174,15 +188,19 @@ class Choice:
     def _plain_segment(self, token_id: int) -> Segment:
         return Segment.SPECIAL if self._tokenizer.is_special(token_id) else Segment.CONTENT
 
-    def _decided(self, pieces: Sequence[Piece]) -> Iterator[Token]:
-        """Add the text of decided tokens, and return those tokens if they have waited for it."""
+    def _decided(self, pieces: Sequence[Piece], offset: int) -> Iterator[Token]:
+        """Add the text of decided tokens, and return those tokens if they have waited for it.
+
+        Args:
+            pieces: One per token.
+            offset: Of the only one of them; where a segmenter may hold back tokens there are no offsets.
+        """
         hides = self._splitting is not None and self._splitting.hides_reasoning
         is_single = self._splitting is not None and self._splitting.is_single_call
         for piece in pieces:
             self.num_reasoning_tokens += piece.segment is Segment.REASONING
             reasoning = "" if hides else piece.reasoning
             parts = tuple(part for part in piece.tool_parts if not is_single or part.index == 0)
-            offset = self._num_characters
             self._add_content(piece.content)
             if reasoning:
                 self._reasoning.append(reasoning)
@@ -212,10 +230,11 @@ class Choice:
         return self._prompt_token(event, self._echo.texts[self._num_prompt_given + 1])
 
     def _prompt_token(self, event: TokenEvent | None, text: str) -> Token:
-        token = Token(event, None, text, offset=self._num_characters)
-        self._add_content(text)
+        assert self._echo is not None
         if event is not None:
             self._num_prompt_given += 1
+        token = Token(event, None, text, offset=self._echo.offsets[self._num_prompt_given])
+        self._add_content(text)
         return token
 
     def _given_out(self, tokens: list[Token]) -> list[Token]:
@@ -233,3 +252,33 @@ def _without_rows(token: Token) -> Token:
         event.token_id, event.texts, event.logprob, event.top_logprobs, is_prompt=event.is_prompt
     )
     return Token(bare, token.segment, token.content, token.reasoning, token.tool_parts, token.offset)
+
+
+def text_offsets(
+    tokenizer: Tokenizer, token_ids: Sequence[int], texts: Sequence[str], *, start: int = 0
+) -> list[int]:
+    """Return the code points before each token; all parts of a split character share that of the character.
+
+    Args:
+        tokenizer: Knows the bytes of each token.
+        token_ids: Of the tokens.
+        texts: Their own texts. The last part of a split character has all of it, and what stands before it in
+            the first part.
+        start: Code points before the first of them.
+    """
+    offsets: list[int] = []
+    parts: list[bytes] = []
+    for token_id, text in zip(token_ids, texts, strict=True):
+        is_part = not text and not tokenizer.is_special(token_id)
+        parts.append(tokenizer.token_bytes(token_id))
+        if is_part:
+            continue
+        whole = text.encode()
+        if len(parts) > 1 and b"".join(parts) == whole:
+            ends = accumulate(map(len, parts[:-1]), initial=0)
+            offsets += [start + len(whole[:end].decode(errors="ignore")) for end in ends]
+        else:
+            offsets += [start] * len(parts)
+        start += len(text)
+        parts.clear()
+    return offsets + [start] * len(parts)

@@ -13,7 +13,7 @@ from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, ModelInfo, TokenEvent, TopLogprobs
 from schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from schemas.logits import Usage
-from service.convert.choice import Choice, Echo, Token
+from service.convert.choice import Choice, Echo, Token, text_offsets
 from service.convert.dialect import MIN_LOGPROB, Dialect, generated_events
 from service.convert.plan import Plan, check_fields, check_top_logprobs, plan_answer
 from service.errors import Problem, ProblemsError
@@ -131,7 +131,8 @@ def completion_prompts(
             if isinstance(prompt, str) and tokenizer.is_special(ids[0]) and not prompt.startswith(texts[0]):
                 # A start token that the tokenizer added is no part of the text.
                 texts[0] = ""
-        found.append(Echo(tuple(ids), tuple(texts), wants_entries(request)))
+        offsets = text_offsets(tokenizer, ids, texts) if texts else []
+        found.append(Echo(tuple(ids), tuple(texts), tuple(offsets), wants_entries(request)))
     return found
 
 
@@ -212,6 +213,7 @@ class CompletionDialect(Dialect):
             index,
             self.tokenizer,
             echo=self._echo_of(index),
+            has_offsets=self.plan.wants_entries,
             keeps_tokens=keeps_tokens,
             keeps_rows=keeps_rows,
             # Offsets into the text are known with the text only.

@@ -12,6 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.types import ModelInfo, SamplingParams
 from engine.worker import Model
+from service.convert.choice import text_offsets
 from tests.conftest import Serve
 from tests.fakes import hooked_load
 from tests.serving import Reply, ServerThread
@@ -168,6 +169,39 @@ def test_token_strings_may_be_ids_and_offsets_are_of_the_text(scripted: ServerTh
     assert named["logprobs"]["text_offset"][:6] == [0, 1, 1, 1, 1, 2]
     assert named["logprobs"]["tokens"][:2] == ["token_id:97", "token_id:240"]
     assert all(key.startswith("token_id:") for top in named["logprobs"]["top_logprobs"][1:] for key in top)
+
+
+class _Pieces:
+    """Bytes of tokens that are larger than one byte."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return self._pieces[token_id].startswith(b"<|")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "texts", "expected"),
+    [
+        ([b"a", b" b", b"c"], ["a", " b", "c"], [0, 1, 3]),
+        # A space and half an emoji are one token; the other half begins in the emoji, not at the space.
+        ([b"x", b" \xf0\x9f", b"\x98\x80", b"y"], ["x", "", " 😀", "y"], [0, 1, 2, 3]),
+        ([b"\xe6\x97", b"\xa5\xe6\x9c", b"\xac!"], ["", "", "日本!"], [0, 0, 1]),
+        ([b"a", b"<|e|>", b"b", b"<|e|>"], ["a", "", "b", ""], [0, 1, 1, 2]),
+        # Cut at the end, so the parts are not all there.
+        ([b"a", b"\xf0\x9f", b"\x98"], ["a", "", "\ufffd"], [0, 1, 1]),
+    ],
+)
+def test_offsets_are_those_of_the_characters_that_tokens_begin_in(
+    pieces: list[bytes], texts: list[str], expected: list[int]
+) -> None:
+    tokenizer: Any = _Pieces(*pieces)
+    assert text_offsets(tokenizer, range(len(pieces)), texts) == expected
+    assert text_offsets(tokenizer, range(len(pieces)), texts, start=5) == [5 + each for each in expected]
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(serve: Serve) -> None:
