@@ -19,6 +19,7 @@ T = TypeVar("T", bound=WireRequest)
 MAX_DEPTH = 100
 """Far below what Python's own recursion, here or in a template, can follow."""
 
+_STRANGER = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
 
 
@@ -88,7 +89,7 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
             problems.append(Problem("invalid_value", "an integer has more than 64 bits", name))
             continue
         try:
-            values[field.name] = msgspec.convert(numbers, field.type)
+            values[field.name] = _converted(numbers, field.type, ignore_unknown=ignore_unknown)
         except msgspec.ValidationError as error:
             problems.append(_invalid(name, error))
     for name, field in fields.items():
@@ -97,6 +98,18 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
     if problems:
         raise ProblemsError(problems)
     return kind(**values)
+
+
+def _converted(value: Any, kind: Any, *, ignore_unknown: bool) -> Any:
+    """Return a value as a field's type; if that is wanted, without what nobody knows in an object."""
+    while True:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            found = _STRANGER.fullmatch(str(error))
+            if found is None or not ignore_unknown:
+                raise
+            value = {name: each for name, each in value.items() if name != found["name"]}
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -188,4 +201,6 @@ def _invalid(name: str, error: msgspec.ValidationError) -> Problem:
     path = ""
     if found := _PATH.search(message):
         path, message = found["path"], message[: found.start()]
+    if found := _STRANGER.fullmatch(message):
+        return Problem("unknown_parameter", "unknown field", echo(f"{name}{path}.{found['name']}"))
     return Problem("invalid_value", echo(message), name + path)

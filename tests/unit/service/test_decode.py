@@ -215,6 +215,16 @@ def test_every_problem_is_reported_once() -> None:
     assert all(len(each.param or "") <= MAX_ECHO + 1 for each in found)
 
 
+def test_unknown_fields_of_options_are_named_with_their_path_or_ignored() -> None:
+    options = {"include_usage": True, "x": 1, "y": 2}
+    problem = problem_of(stream=True, stream_options=options)
+    assert (problem.code, problem.param) == ("unknown_parameter", "stream_options.x")
+    body = json.dumps({"messages": MESSAGES, "stream": True, "stream_options": options}).encode()
+    request = decode(ChatRequest, body, ignore_unknown=True)
+    assert request.stream_options is not None
+    assert request.stream_options.include_usage
+
+
 def test_unknown_fields_may_be_ignored() -> None:
     body = json.dumps({"messages": MESSAGES, "return_logit": True}).encode()
     assert decode(ChatRequest, body, ignore_unknown=True) == read()
