@@ -21,7 +21,7 @@ from engine.errors import (
     StepError,
 )
 from engine.grammar import Grammar, GrammarCompiler, GrammarSpec
-from engine.inbox import Cancel, Inbox, Stop, Submit
+from engine.inbox import Abort, Cancel, Inbox, Stop, Submit
 from engine.outbox import Outbox
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, ModelInfo
@@ -205,6 +205,24 @@ class Engine:
         if not self._outboxes:
             self._idle.set()
 
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests at the next step; their readers get what there is so far.
+
+        Args:
+            request_ids: As callers named them: those of the requests, or what stands before their ``-N``.
+
+        Returns:
+            Those that were there.
+        """
+        found = []
+        for asked in request_ids:
+            own = [name for name in self._outboxes if name == asked or name.rpartition("-")[0] == asked]
+            for name in own:
+                self._inbox.send(Abort(name))
+            if own:
+                found.append(asked)
+        return found
+
     def _check(self, request: GenerationRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
@@ -214,6 +232,7 @@ class Engine:
             "prompt": request.prompt_token_ids,
             "stop_token_ids": request.stop_token_ids,
             "logit_token_ids": request.logit_token_ids,
+            "logprob_token_ids": request.logprob_token_ids,
             "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),
         }
         for name, ids in ids_by_name.items():

@@ -26,11 +26,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Abort:
+    """End this request now; its reader gets what there is so far."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the worker; what still runs fails."""
 
 
-Command = Submit | Cancel | Stop
+Command = Submit | Cancel | Abort | Stop
 
 
 class Inbox:
@@ -65,7 +72,7 @@ class Inbox:
             self._commands.append(command)
             self._changed.notify()
 
-    def send(self, command: Cancel | Stop) -> None:
+    def send(self, command: Cancel | Abort | Stop) -> None:
         """Queue a command that is never refused."""
         with self._changed:
             self._commands.append(command)

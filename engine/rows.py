@@ -25,6 +25,8 @@ class Extracts:
     Attributes:
         logprobs: Of the chosen token; from the float32 log-softmax over all of V.
         top_logprobs: From the same log-softmax, best first.
+        ranks: One more than the number of larger logits.
+        id_logprobs: Of the ids that the request names.
         stats: Exact over the whole row.
         selected: float32 (k,), read-only.
         rows: (V,) in the wire's dtype, read-only; memory that nobody else writes.
@@ -42,6 +44,8 @@ class Extracts:
         """
         self.logprobs: dict[int, float] = {}
         self.top_logprobs: dict[int, TopLogprobs] = {}
+        self.ranks: dict[int, int] = {}
+        self.id_logprobs: dict[int, TopLogprobs] = {}
         self.stats: dict[int, TokenStats] = {}
         self.selected: dict[int, NDArray[np.float32]] = {}
         self.rows: dict[int, Row] = {}
@@ -74,10 +78,17 @@ class Extracts:
             for row, row_values, row_best in zip(wanted, values.tolist(), best.tolist(), strict=True):
                 if num := requests[row].num_top_logprobs:
                     self.top_logprobs[row] = TopLogprobs(row_best[:num], row_values[:num])
+        for place, row in enumerate(wanted):
+            request = requests[row]
+            if request.ranks:
+                self.ranks[row] = int((raw[place] > raw[place, ids[place]]).sum()) + 1
+            if request.logprob_token_ids:
+                columns = logprobs[place, list(request.logprob_token_ids)]
+                self.id_logprobs[row] = TopLogprobs(list(request.logprob_token_ids), columns.tolist())
         places = [place for place, row in enumerate(wanted) if requests[row].token_stats]
         if places:
-            columns = torch.tensor([[ids[place]] for place in places], device=raw.device)  # (n, 1)
-            stats = token_stats(raw[places], logprobs[places], columns)
+            chosen = torch.tensor([[ids[place]] for place in places], device=raw.device)  # (n, 1)
+            stats = token_stats(raw[places], logprobs[places], chosen)
             self.stats = dict(zip((wanted[place] for place in places), stats, strict=True))
 
     def _take_rows(self, logits: Tensor, wanted: list[int], dtype: RowDtype) -> None:

@@ -68,6 +68,7 @@ class SampledRow:
         generator: On the row's device; a greedy row does not consume it.
         forbidden: Ids that must not be chosen now, unless ``allowed`` leaves nothing else.
         allowed: The only ids that a grammar allows, as :func:`engine.masks.forbid` takes them.
+        wants_support: Whether to return the ids that could have been drawn.
     """
 
     token_ids: Sequence[int]
@@ -75,9 +76,12 @@ class SampledRow:
     generator: torch.Generator
     forbidden: Collection[int] = ()
     allowed: NDArray[np.uint8] | None = None
+    wants_support: bool = False
 
 
-def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *, num_ids: int) -> list[int]:
+def sample(
+    logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *, num_ids: int
+) -> tuple[list[int], dict[int, list[int]]]:
     """Choose the next token of every row of one group.
 
     Args:
@@ -88,7 +92,7 @@ def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *
         num_ids: Ids from here on are padding of the head, and never chosen.
 
     Returns:
-        One id per row.
+        One id per row; and by row, where it is wanted, the ids among which it was chosen.
     """
     processed = logits
     is_edited = _edits_logits(params) or any(row.forbidden for row in rows)
@@ -110,12 +114,19 @@ def sample(logits: Tensor, params: SamplingParams, rows: Sequence[SampledRow], *
     if masks:
         forbid(processed, masks)
     if is_greedy(params):
-        return _argmax(processed)
+        chosen = _argmax(processed)
+        return chosen, {place: [chosen[place]] for place, row in enumerate(rows) if row.wants_support}
     processed = _processors(params)(None, processed)
     probs = torch.softmax(processed, dim=-1)  # (B, num_ids)
-    return [
+    chosen = [
         int(torch.multinomial(probs[place], 1, generator=row.generator)) for place, row in enumerate(rows)
     ]
+    supports = {
+        place: (processed[place] > -torch.inf).nonzero()[:, 0].tolist()
+        for place, row in enumerate(rows)
+        if row.wants_support
+    }
+    return chosen, supports
 
 
 def _edits_logits(params: SamplingParams) -> bool:

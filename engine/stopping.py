@@ -127,6 +127,13 @@ class StopChecker:
             return self._release_all(), Stopped(FinishReason.STOP, stop)
         return self._release(), None
 
+    def flush(self) -> tuple[str, ...]:
+        """End before the next token; return the texts of the tokens that were left, one string a token."""
+        if self._num_split:
+            self._close_unit(self._detokenizer.flush())
+        self._num_shown = sum(len(text) for _, text in self._units)
+        return self._release_all()
+
     def _end_at_token(
         self, token_id: int, stop_reason: str | int | None
     ) -> tuple[tuple[str, ...], Stopped | None]:

@@ -14,10 +14,11 @@ from engine.grammar import Grammar
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended by itself. Failures and cancellations are exceptions."""
+    """Why a sequence ended. Failures are exceptions."""
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
 
 
 class RowDtype(StrEnum):
@@ -66,6 +67,9 @@ class GenerationRequest:
         row_dtype: Ask for the raw row of every token, in this dtype.
         logprobs: Ask for the logprob of every token.
         num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
+        ranks: Ask also for the rank of every token; needs ``logprobs``.
+        logprob_token_ids: Ask also for the logprobs of these ids; needs ``logprobs``.
+        sampling_support: Ask for the ids that bias, penalties and filters left to be drawn.
         token_stats: Ask for the statistics of every row; brings the logprob along.
         logit_token_ids: Ask for these columns of every row.
         prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
@@ -90,6 +94,9 @@ class GenerationRequest:
     row_dtype: RowDtype | None = None
     logprobs: bool = False
     num_top_logprobs: int = 0
+    ranks: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
+    sampling_support: bool = False
     token_stats: bool = False
     logit_token_ids: tuple[int, ...] = ()
     prompt_row_dtype: RowDtype | None = None
@@ -138,6 +145,9 @@ class TokenEvent:
         stats: Of that row; if asked for.
         selected: float32 (k,), read-only: the row at the ids asked for.
         is_prompt: Whether it is a token of the prompt.
+        rank: One more than the number of larger logits in that row; if asked for.
+        id_logprobs: Of the ids asked for, in their order, from the same log-softmax.
+        support: The ids among which the token was drawn; if asked for.
     """
 
     token_id: int
@@ -148,6 +158,9 @@ class TokenEvent:
     stats: TokenStats | None = None
     selected: NDArray[np.float32] | None = None
     is_prompt: bool = False
+    rank: int | None = None
+    id_logprobs: TopLogprobs | None = None
+    support: list[int] | None = None
 
     @property
     def text(self) -> str:
@@ -179,12 +192,14 @@ class Finish:
         stop_reason: The stop string or stop token id that was met; ``None`` for an end token or length.
         timings: For logs and metrics.
         num_cached: Prompt tokens whose keys and values an earlier sequence left behind.
+        texts: As those of :class:`TokenEvent`, if the end came without a token.
     """
 
     reason: FinishReason
     stop_reason: str | int | None
     timings: Timings
     num_cached: int = 0
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

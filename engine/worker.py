@@ -27,7 +27,7 @@ from engine.errors import (
     StalledReaderError,
     StepError,
 )
-from engine.inbox import Cancel, Inbox, Stop, Submit
+from engine.inbox import Abort, Cancel, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
 from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
@@ -54,6 +54,16 @@ class Model:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A sequence's next token, with the raw row (V,) that it was chosen from."""
+
+    sequence: Sequence
+    row: Tensor
+    token_id: int
+    support: list[int] | None
 
 
 Delivery = list[tuple[Outbox, list[Event]]]
@@ -122,6 +132,9 @@ class Worker:
                     self._held_bytes.pop(request_id, None)
                     for sequence in self._scheduler.find(request_id):
                         self._leave(sequence)
+                case Abort(request_id):
+                    for sequence in self._scheduler.find(request_id):
+                        self._end_early(sequence)
                 case Stop():
                     self._is_stopping = True
                     return
@@ -207,6 +220,13 @@ class Worker:
         finish = Finish(FinishReason.LENGTH, None, sequence.timings(), sequence.num_cached)
         self._deliver([(sequence.outbox, [finish])])
 
+    def _end_early(self, sequence: Sequence) -> None:
+        """End a sequence whose reader wants what there is so far."""
+        self._leave(sequence)
+        texts = sequence.stop_checker.flush()
+        finish = Finish(FinishReason.ABORT, None, sequence.timings(), sequence.num_cached, texts)
+        self._deliver([(sequence.outbox, [finish])])
+
     def _admit(self) -> None:
         """Let waiting sequences run, in their order, while there is room for them."""
         while (sequence := self._scheduler.next_to_admit()) is not None:
@@ -263,7 +283,7 @@ class Worker:
             if sequence.grammar is not None and sequence.sequence_id not in masks:
                 continue
             groups[sequence.request.sampling].append((sequence, row))
-        chosen: list[tuple[Sequence, Tensor, int]] = []
+        chosen: list[_Chosen] = []
         for params, group in groups.items():
             try:
                 chosen += self._accepted(self._sample_group(params, group, masks))
@@ -360,6 +380,8 @@ class Worker:
                     stats=extracts.stats.get(place),
                     selected=extracts.selected.get(place),
                     is_prompt=True,
+                    rank=extracts.ranks.get(place),
+                    id_logprobs=extracts.id_logprobs.get(place),
                 )
                 for place, token_id in enumerate(ids)
             ]
@@ -405,17 +427,17 @@ class Worker:
                     self._fail(sequence, self._as_engine_error(error))
         return masks
 
-    def _accepted(self, chosen: list[tuple[Sequence, Tensor, int]]) -> list[tuple[Sequence, Tensor, int]]:
+    def _accepted(self, chosen: list[_Chosen]) -> list[_Chosen]:
         """Tell the grammars what was chosen; fail those that do not take it, and return the others."""
         taken = []
-        for sequence, row, token_id in chosen:
+        for each in chosen:
             try:
-                if sequence.grammar is not None:
-                    sequence.grammar.accept(token_id)
+                if each.sequence.grammar is not None:
+                    each.sequence.grammar.accept(each.token_id)
             except Exception as error:
-                self._fail(sequence, self._as_engine_error(error))
+                self._fail(each.sequence, self._as_engine_error(error))
             else:
-                taken.append((sequence, row, token_id))
+                taken.append(each)
         return taken
 
     def _sample_group(
@@ -423,9 +445,9 @@ class Worker:
         params: SamplingParams,
         group: list[tuple[Sequence, Tensor]],
         masks: Mapping[int, NDArray[np.uint8]],
-    ) -> list[tuple[Sequence, Tensor, int]]:
+    ) -> list[_Chosen]:
         """Choose the next token of sequences with equal settings."""
-        token_ids = sample(
+        token_ids, supports = sample(
             _stacked([row for _, row in group]),  # (B, V)
             params,
             [
@@ -435,28 +457,33 @@ class Worker:
                     sequence.generator,
                     sequence.forbidden,
                     masks.get(sequence.sequence_id),
+                    sequence.request.sampling_support,
                 )
                 for sequence, _ in group
             ],
             num_ids=self._model.tokenizer.vocab_size,
         )
-        return [(sequence, row, token_id) for (sequence, row), token_id in zip(group, token_ids, strict=True)]
+        return [
+            _Chosen(sequence, row, token_ids[place], supports.get(place))
+            for place, (sequence, row) in enumerate(group)
+        ]
 
-    def _emit(self, chosen: list[tuple[Sequence, Tensor, int]]) -> None:
+    def _emit(self, chosen: list[_Chosen]) -> None:
         """Append the chosen tokens, and deliver them with what their requests asked for."""
         try:
             extracts = Extracts(
-                _stacked([row for _, row, _ in chosen]),  # (B, V)
-                [token_id for _, _, token_id in chosen],
-                [sequence.request for sequence, _, _ in chosen],
+                _stacked([each.row for each in chosen]),  # (B, V)
+                [each.token_id for each in chosen],
+                [each.sequence.request for each in chosen],
             )
         except Exception as error:
             failure = self._as_engine_error(error)
-            for sequence, _, _ in chosen:
-                self._fail(sequence, failure)
+            for each in chosen:
+                self._fail(each.sequence, failure)
             return
         delivery: Delivery = []
-        for place, (sequence, _, token_id) in enumerate(chosen):
+        for place, each in enumerate(chosen):
+            sequence, token_id = each.sequence, each.token_id
             sequence.token_ids.append(token_id)
             texts, stopped = sequence.stop_checker.push(token_id)
             event = TokenEvent(
@@ -467,6 +494,9 @@ class Worker:
                 extracts.rows.get(place),
                 extracts.stats.get(place),
                 extracts.selected.get(place),
+                rank=extracts.ranks.get(place),
+                id_logprobs=extracts.id_logprobs.get(place),
+                support=each.support,
             )
             sequence.outbox.count(event.num_bytes)
             delivery.append((sequence.outbox, self._events(sequence, event, stopped)))

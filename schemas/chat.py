@@ -157,7 +157,7 @@ class AssistantMessage(WireResponse, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ChatChoice(WireResponse, frozen=True, kw_only=True):

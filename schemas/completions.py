@@ -42,7 +42,7 @@ class CompletionChoice(WireResponse, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     logits: LogitsBlock | UnsetType = UNSET

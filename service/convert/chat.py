@@ -463,7 +463,7 @@ class ChatDialect(Dialect):
 
     def _finish_reason(self, choice: Choice) -> FinishReason:
         assert choice.finish is not None
-        reason: Literal["stop", "length"] = choice.finish.reason.value
+        reason: Literal["stop", "length", "abort"] = choice.finish.reason.value
         # OpenAI says "stop" where the caller named the function, since it was no decision of the model.
         is_call = bool(choice.tool_calls) and reason == "stop" and not self._is_named_call
         return "tool_calls" if is_call else reason

@@ -154,6 +154,7 @@ class Choice:
         for event in events:
             if isinstance(event, Finish):
                 self.finish = event
+                tokens += self._told(event.texts)
                 if self._segmenter is not None:
                     tokens += self._decided(self._segmenter.finish(), 0)
                 continue
@@ -168,11 +169,16 @@ class Choice:
                 self._undecided.append(event)
             else:
                 tokens.append(Token(event, self._plain_segment(event.token_id)))
-            ids = [self._untold.popleft() for _ in event.texts]
-            offsets = self._offsets(ids, event.texts)
-            for token_id, text, offset in zip(ids, event.texts, offsets, strict=True):
-                tokens += self._decided(self._pieces(token_id, text), offset)
+            tokens += self._told(event.texts)
         return self._given_out(tokens)
+
+    def _told(self, texts: Sequence[str]) -> list[Token]:
+        """Take the texts of the next tokens; return the tokens that are decided with them."""
+        tokens: list[Token] = []
+        ids = [self._untold.popleft() for _ in texts]
+        for token_id, text, offset in zip(ids, texts, self._offsets(ids, texts), strict=True):
+            tokens += self._decided(self._pieces(token_id, text), offset)
+        return tokens
 
     def _offsets(self, token_ids: Sequence[int], texts: Sequence[str]) -> Sequence[int]:
         """Return the code points before each of some tokens, if anybody looks at them."""

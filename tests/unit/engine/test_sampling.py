@@ -44,7 +44,7 @@ def draw(
         SampledRow(history, num_prompt_tokens, torch.Generator().manual_seed(seed + row), forbidden)
         for row in range(len(logits))
     ]
-    return sample(logits, settings, rows, num_ids=num_ids)
+    return sample(logits, settings, rows, num_ids=num_ids)[0]
 
 
 @settings(deadline=None)
