@@ -179,6 +179,8 @@ class Engine:
         """
         self.check_ready()
         self._check(request)
+        if request.request_id in self._outboxes:
+            raise InvalidRequestError("another request of this id has not ended yet", "request_id")
         outbox = Outbox(self.config.outbox_bytes, self._inbox.wake)
         self._inbox.submit(Submit(request, outbox, time.perf_counter()))
         self._outboxes[request.request_id] = outbox

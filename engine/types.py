@@ -73,7 +73,7 @@ class GenerationRequest:
         token_stats: Ask for the statistics of every row; brings the logprob along.
         logit_token_ids: Ask for these columns of every row.
         prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
-        prompt_logprobs: Ask for the logprobs of those tokens, and ``num_top_logprobs`` alternatives.
+        prompt_logprobs: Ask for the logprobs of those tokens, and ``num_prompt_top_logprobs`` alternatives.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
         grammar: What the completion obeys. It ends where that has ended, ``ignore_eos`` or not.
         grammar_after: The grammar starts behind this text in the completion; ``None`` starts it at once.
@@ -101,6 +101,7 @@ class GenerationRequest:
     logit_token_ids: tuple[int, ...] = ()
     prompt_row_dtype: RowDtype | None = None
     prompt_logprobs: bool = False
+    num_prompt_top_logprobs: int = 0
     held_bytes: int = 0
     grammar: Grammar | None = None
     grammar_after: str | None = None

@@ -361,7 +361,7 @@ class Worker:
             sequence.request,
             row_dtype=sequence.request.prompt_row_dtype,
             logprobs=True,
-            num_top_logprobs=sequence.request.num_top_logprobs if sequence.request.prompt_logprobs else 0,
+            num_top_logprobs=sequence.request.num_prompt_top_logprobs,
         )
         for row in wanted:
             if fault := row_fault(row, request.row_dtype):

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.engine import Engine
-from engine.grammar import Grammar, GrammarSpec, JsonObject, JsonSchema, ToolCalls
+from engine.grammar import Grammar, GrammarSpec, JsonObject, JsonSchema
+from service.convert.reading import Reading
 from service.errors import Problem, echo
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -69,13 +70,18 @@ async def compile_format(
     return await asyncio.to_thread(engine.compile_grammar, spec, param, after=after)
 
 
-async def compile_calls(engine: Engine, calls: ToolCalls, *, after: str | None = None) -> Grammar:
-    """Return the grammar of tool calls that must come; compiles on a thread.
+async def compile_answer(
+    engine: Engine, reading: Reading, response_format: Mapping[str, Any] | None
+) -> Grammar | None:
+    """Return what an answer must obey: the calls that must come, else the format; compiles on a thread.
 
     Raises:
-        InvalidRequestError: The parameters of a function cannot be obeyed.
+        InvalidRequestError: The parameters of a function, or the schema, cannot be obeyed.
     """
-    return await asyncio.to_thread(engine.compile_grammar, calls, "tools", after=after)
+    after = reading.reasoning_end
+    if (calls := reading.calls()) is not None:
+        return await asyncio.to_thread(engine.compile_grammar, calls, "tools", after=after)
+    return await compile_format(engine, response_format, after=after)
 
 
 def _read_json_schema(own: Mapping[str, Any]) -> tuple[GrammarSpec | None, list[Problem]]:

@@ -1,7 +1,7 @@
 """Chat: requests to prompts and plans, tokens to messages and chunks."""
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -10,19 +10,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.errors import ContextLengthError
-from engine.grammar import Grammar, ToolCalls
+from engine.grammar import Grammar
 from engine.segments import (
     ReasoningMarkers,
     Segment,
-    Segmenter,
     ToolCallPart,
     detect_reasoning,
     detect_tools,
-    marker_texts,
     starts_in_reasoning,
 )
 from engine.tokenizer import Tokenizer
-from engine.tools import Call, Function, ToolFormat, forced_calls, render_calls, render_result, tool_prompt
+from engine.tools import Call, Function, ToolFormat, render_calls, render_result, tool_prompt
 from engine.types import GenerationRequest, ModelInfo, TokenEvent, TopLogprobs
 from schemas.chat import (
     AssistantMessage,
@@ -45,9 +43,10 @@ from schemas.chat import (
     TopLogprob,
 )
 from schemas.logits import Usage
-from service.convert.choice import Choice, Splitting, Token
+from service.convert.choice import Choice, Token
 from service.convert.dialect import MIN_LOGPROB, Dialect, generated_events
 from service.convert.plan import Plan, check_fields, check_top_logprobs, plan_answer
+from service.convert.reading import Reading
 from service.errors import Problem, ProblemsError
 from service.negotiate import Representation
 from service.settings import Settings
@@ -134,20 +133,10 @@ def _wants_entries(request: ChatRequest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation.
-
-    Attributes:
-        token_ids: Its ids.
-        splitting: How the answer is split into segments; ``None`` if it is one text.
-        forced: The tool calls that must come, if any must.
-        reasoning_end: The marker that the answer must write before anything else counts, since the prompt
-            ends inside reasoning.
-    """
+    """A rendered conversation: its ids, and how its answer is to be read."""
 
     token_ids: list[int]
-    splitting: Splitting | None
-    forced: ToolCalls | None
-    reasoning_end: str | None
+    reading: Reading
 
 
 def chat_prompt(
@@ -188,34 +177,25 @@ def chat_prompt(
     if least > max_model_len:
         raise ContextLengthError(least, request.max_tokens, max_model_len)
     reasoning = reasoning_markers(template, settings)
-    splitting = None
-    in_reasoning = starts_in_reasoning(text, reasoning, messages[-1]["content"] if continues else "")
-    if reasoning is not None or tools is not None:
-        splitting = Splitting(
-            _segmenters(tokenizer, reasoning, tools, in_reasoning=in_reasoning),
-            hides_reasoning=request.include_reasoning is False,
-            is_single_call=request.parallel_tool_calls is False,
-        )
-    return ChatPrompt(
-        tokenizer.encode(text),
-        splitting,
-        _forced(request, tools, functions),
-        reasoning.closing if reasoning is not None and in_reasoning else None,
+    continued = messages[-1]["content"] if continues else ""
+    reading = Reading(
+        reasoning=reasoning,
+        in_reasoning=starts_in_reasoning(text, reasoning, continued),
+        tools=tools,
+        forced=_forced(request, functions),
+        is_named=isinstance(request.tool_choice, NamedTool),
+        is_many=request.parallel_tool_calls is not False,
+        hides_reasoning=request.include_reasoning is False,
     )
+    return ChatPrompt(tokenizer.encode(text), reading)
 
 
-def _forced(
-    request: ChatRequest, tools: ToolFormat | None, functions: Sequence[Function]
-) -> ToolCalls | None:
-    """Return the calls that the request insists on."""
+def _forced(request: ChatRequest, functions: Sequence[Function]) -> tuple[Function, ...]:
+    """Return the functions one of which the request insists on."""
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
-        functions = [each for each in functions if each.name == choice.function.name]
-    elif choice != "required":
-        return None
-    assert tools is not None
-    is_many = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
-    return forced_calls(tools, functions, is_many=is_many)
+        return tuple(each for each in functions if each.name == choice.function.name)
+    return tuple(functions) if choice == "required" else ()
 
 
 def reasoning_markers(chat_template: str, settings: Settings) -> ReasoningMarkers | None:
@@ -259,24 +239,6 @@ def _tool_format(chat_template: str, settings: Settings) -> ToolFormat:
         message = "the form of this model's tool calls is not known; TOOL_PARSER can name it"
         raise ProblemsError([Problem("unsupported_parameter", message, "tools")])
     return found
-
-
-def _segmenters(
-    tokenizer: Tokenizer,
-    reasoning: ReasoningMarkers | None,
-    tools: ToolFormat | None,
-    *,
-    in_reasoning: bool,
-) -> Callable[[], Segmenter]:
-    """Return what makes the segmenter of each choice."""
-    ids = {marker: tokenizer.encode(marker) for marker in marker_texts(reasoning, tools)}
-    return lambda: Segmenter(
-        is_special=tokenizer.is_special,
-        reasoning=reasoning,
-        tools=tools,
-        starts_in_reasoning=in_reasoning,
-        marker_ids={marker: found[0] for marker, found in ids.items() if len(found) == 1},
-    )
 
 
 def _text_of(message: ChatMessage) -> str:
@@ -382,7 +344,7 @@ def plan_chat(
         wants_entries=wants_entries,
         num_top_logprobs=(request.top_logprobs or 0) if wants_entries else 0,
         grammar=grammar,
-        grammar_after=prompt.reasoning_end,
+        grammar_after=prompt.reading.reasoning_end,
     )
 
 
@@ -392,20 +354,18 @@ def plan_chat(
 class ChatDialect(Dialect):
     """Messages, deltas and entries as OpenAI's chat has them."""
 
-    def __init__(
-        self, plan: Plan, tokenizer: Tokenizer, splitting: Splitting | None, *, is_named_call: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, reading: Reading) -> None:
         """Prepare.
 
         Args:
             plan: Of the answer.
             tokenizer: The model's.
-            splitting: How tokens are split into segments, if they are.
-            is_named_call: Whether the request named the function to call.
+            reading: How its tokens are read.
         """
+        splitting = reading.splitting(tokenizer)
         super().__init__(plan, tokenizer, is_split=splitting is not None)
         self._splitting = splitting
-        self._is_named_call = is_named_call
+        self._is_named_call = reading.is_named
         self._call_ids: dict[tuple[int, int], str] = {}
 
     def choice(
@@ -587,8 +547,3 @@ class ChatDialect(Dialect):
 
     def _chunk(self, wire: ChatChunkChoice, usage: Usage | None, **others: Any) -> ChatChunk:
         return ChatChunk(**self._head(), choices=[wire], usage=self._chunk_usage(usage), **others)
-
-
-def is_named_call(request: ChatRequest) -> bool:
-    """Tell whether a request names the function that must be called."""
-    return isinstance(request.tool_choice, NamedTool)

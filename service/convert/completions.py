@@ -173,7 +173,7 @@ def plan_completion(
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         wants_entries=wants_entries(request),
         num_top_logprobs=request.logprobs or 0,
-        wants_prompt_entries=bool(request.echo) and wants_entries(request),
+        num_prompt_top_logprobs=(request.logprobs or 0) if request.echo and wants_entries(request) else None,
         grammar=grammar,
     )
 

@@ -3,9 +3,10 @@
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,9 +25,13 @@ SELECTED_BYTES_PER_VALUE = 40
 JSON_BYTES_PER_VALUE = 12
 """Of a logit as decimal text, roughly; only for estimates."""
 
-ObjectName = Literal["chat.completion", "text_completion"]
+ObjectName = Literal["chat.completion", "text_completion", "generate"]
 
-ID_PREFIXES: dict[ObjectName, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+ID_PREFIXES: dict[ObjectName, str] = {
+    "chat.completion": "chatcmpl",
+    "text_completion": "cmpl",
+    "generate": "gen",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +175,11 @@ def plan_answer(
     max_tokens: int | None,
     wants_entries: bool,
     num_top_logprobs: int,
-    wants_prompt_entries: bool = False,
+    num_prompt_top_logprobs: int | None = None,
     grammar: Grammar | None = None,
     grammar_after: str | None = None,
+    request_id: str | None = None,
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Plan, list[GenerationRequest]]:
     """Return what to answer, and what to generate: one engine request per choice.
 
@@ -186,9 +193,12 @@ def plan_answer(
         max_tokens: Tokens of each choice; ``None`` fills the context.
         wants_entries: Whether a JSON answer has logprobs entries.
         num_top_logprobs: Alternatives of each entry; -1 is all of V.
-        wants_prompt_entries: Whether the prompts' tokens have entries too.
+        num_prompt_top_logprobs: Alternatives of each entry of the prompts' tokens; ``None`` if those have
+            no entries.
         grammar: What each choice obeys.
         grammar_after: The text behind which it starts.
+        request_id: The answer's id; ``None`` makes one.
+        others: Further attributes of the engine's requests.
 
     Raises:
         ServiceError: ``logit_budget_exceeded``.
@@ -204,7 +214,7 @@ def plan_answer(
     sampling = _sampling(request, info, settings)
     options = request.stream_options if request.stream else None
     plan = Plan(
-        id=f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}",
+        id=request_id or f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}",
         object=kind,
         created=int(time.time()),
         model=settings.served_model_name or info.name,
@@ -212,9 +222,7 @@ def plan_answer(
         encoding=request.logits_encoding or "b64_fp16",
         wants_rows=wants_rows,
         wants_entries=wants_entries,
-        num_top_logprobs=(info.vocab_size if num_top_logprobs < 0 else num_top_logprobs)
-        if wants_entries
-        else 0,
+        num_top_logprobs=_or_all(num_top_logprobs, info) if wants_entries else 0,
         wants_token_ids=wants_rows
         or wants_prompt_rows
         or bool(request.return_logits)
@@ -226,7 +234,7 @@ def plan_answer(
         prompts=tuple(map(tuple, prompts)),
         choices_per_prompt=request.n or 1,
         wants_prompt_rows=wants_prompt_rows,
-        wants_prompt_entries=wants_prompt_entries,
+        wants_prompt_entries=num_prompt_top_logprobs is not None,
         has_usage=options is not None and bool(options.include_usage),
         has_running_usage=options is not None and bool(options.continuous_usage_stats),
         names_ids=bool(request.return_tokens_as_token_ids),
@@ -266,10 +274,12 @@ def plan_answer(
         num_top_logprobs=plan.num_top_logprobs,
         token_stats=plan.wants_stats,
         logit_token_ids=logit_token_ids,
-        prompt_logprobs=wants_prompt_entries,
+        prompt_logprobs=plan.wants_prompt_entries,
+        num_prompt_top_logprobs=_or_all(num_prompt_top_logprobs or 0, info),
         held_bytes=held_bytes,
         grammar=grammar,
         grammar_after=grammar_after if grammar is not None else None,
+        **others,
     )
     if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
         message = f"more than the {max_tokens} tokens that may come at most"
@@ -279,11 +289,18 @@ def plan_answer(
             first,
             request_id=f"{plan.id}-{choice}",
             prompt_token_ids=plan.prompt_of(choice),
-            seed=choice_seed(request.seed, choice),
+            seed=choice_seed(
+                choice_seed(request.seed, choice // plan.choices_per_prompt), choice % plan.choices_per_prompt
+            ),
             prompt_row_dtype=plan.row_dtype if plan.has_prompt_rows(choice) else None,
         )
         for choice in range(plan.num_choices)
     ]
+
+
+def _or_all(num: int, info: ModelInfo) -> int:
+    """Return a number of alternatives; -1 is all of V."""
+    return info.vocab_size if num < 0 else num
 
 
 def _sampling(request: GenerationFields, info: ModelInfo, settings: Settings) -> SamplingParams:
@@ -309,7 +326,7 @@ def _sampling(request: GenerationFields, info: ModelInfo, settings: Settings) ->
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Return the seed of one of several choices: a stream of its own, but the same each time."""
+    """Return the seed of one of several prompts or choices: a stream of its own, but the same each time."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=8).digest()

@@ -8,15 +8,14 @@ from litestar.di import NamedDependency
 from litestar.types import ASGIApp
 
 from engine.engine import Engine
-from engine.grammar import Grammar
 from schemas.chat import ChatRequest
 from service.answers import answer_for
-from service.convert.chat import ChatDialect, chat_prompt, check_chat, is_named_call, plan_chat
+from service.convert.chat import ChatDialect, chat_prompt, check_chat, plan_chat
 from service.decode import check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
 from service.negotiate import negotiate
 from service.settings import Settings
-from service.structured import compile_calls, compile_format
+from service.structured import compile_answer
 
 
 @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
@@ -34,11 +33,7 @@ async def create_chat_completion(
     check_model(chat.model, settings.served_model_name or engine.info.name)
     check_chat(chat, form, settings)
     prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
-    after = prompt.reasoning_end
-    if prompt.forced is not None:
-        grammar: Grammar | None = await compile_calls(engine, prompt.forced, after=after)
-    else:
-        grammar = await compile_format(engine, chat.response_format, after=after)
+    grammar = await compile_answer(engine, prompt.reading, chat.response_format)
     plan, requests = plan_chat(chat, form, prompt, engine.info, settings, grammar=grammar)
-    dialect = ChatDialect(plan, engine.tokenizer, prompt.splitting, is_named_call=is_named_call(chat))
+    dialect = ChatDialect(plan, engine.tokenizer, prompt.reading)
     return answer_for(form, is_stream=bool(chat.stream))(engine, metrics, dialect, requests)
