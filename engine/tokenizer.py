@@ -57,7 +57,10 @@ class Tokenizer:
     Attributes:
         vocab_size: One more than the largest id.
         markers: Ids of the tokens that mark structure, by their texts; special ones, and more.
+        has_text: Whether ids have texts at all.
     """
+
+    has_text = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -15,6 +15,13 @@ from service.errors import handle
 from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
 from service.routes.completions import create_completion
+from service.routes.generate import (
+    abort_requests,
+    derender_chat,
+    generate,
+    render_chat,
+    render_completion,
+)
 from service.routes.health import health, metrics, ready, version
 from service.routes.models import list_models, retrieve_model
 from service.settings import Settings
@@ -35,6 +42,11 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         route_handlers=[
             create_chat_completion,
             create_completion,
+            generate,
+            render_chat,
+            render_completion,
+            derender_chat,
+            abort_requests,
             list_models,
             retrieve_model,
             health,

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from engine.tokenizer import Tokenizer
 from engine.types import TokenEvent
 from schemas.arrow import END_KEY, ERROR_KEY, row_schema
-from schemas.chat import ChatCompletion
-from schemas.completions import Completion
 from service import single
 from service.convert.choice import Token
 from service.convert.plan import Plan
@@ -173,7 +171,7 @@ class RowWriter:
             self._sink.write(event.row.data.cast("B"))
             self._sink.write(bytes(-event.row.nbytes % single.ALIGNMENT))
 
-    def end(self, completion: ChatCompletion | Completion) -> list[memoryview]:
+    def end(self, completion: msgspec.Struct) -> list[memoryview]:
         """Write the end record and the end-of-stream mark."""
         self._write_record(END_KEY, msgspec.json.encode(completion))
         self._writer.close()

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,14 @@ MAX_DEPTH = 100
 
 _STRANGER = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """An object in a body, and the names that may stand beside it only."""
+
+    name: str
+    beside: frozenset[str]
 
 
 def check_content_type(content_type: str | None) -> None:
@@ -64,11 +73,17 @@ def check_model(asked: str | None, served: str) -> None:
         raise ServiceError("model_not_found", f"this server has {served}", "model")
 
 
-def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
+def decode(kind: type[T], body: bytes, *, ignore_unknown: bool, nested: Nested | None = None) -> T:
     """Return the struct that a body states.
 
     ``null`` means absent. ``5.0`` is a valid int and ``1`` a valid float; strings and booleans are no
     numbers. Integers have 64 bits at most, also where a field may hold anything.
+
+    Args:
+        kind: A request.
+        body: As it came.
+        ignore_unknown: Whether names that nobody knows are passed over.
+        nested: An object in the body whose fields count as fields of the body.
 
     Raises:
         ProblemsError: With every problem found: one per field at most, unknown names included.
@@ -76,28 +91,51 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool) -> T:
     raw = _parse(body)
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for name, value in raw.items():
+    stated, problems = _with_nested(raw, nested)
+    for name, path, value in stated:
         field = fields.get(name)
         if value is None and (field is not None or name in UNSUPPORTED):
             continue
         if field is None:
-            problems += _stray(name, value, fields, ignore_unknown=ignore_unknown)
+            problems += _stray(name, path, value, fields, ignore_unknown=ignore_unknown)
             continue
         numbers = _integral(value)
         if not _has_short_integers(numbers):
-            problems.append(Problem("invalid_value", "an integer has more than 64 bits", name))
+            problems.append(Problem("invalid_value", "an integer has more than 64 bits", path))
             continue
         try:
             values[field.name] = _converted(numbers, field.type, ignore_unknown=ignore_unknown)
         except msgspec.ValidationError as error:
-            problems.append(_invalid(name, error))
+            problems.append(_invalid(path, error))
     for name, field in fields.items():
         if field.required and raw.get(name) is None:
             problems.append(Problem("invalid_value", "this field is required", name))
     if problems:
         raise ProblemsError(problems)
     return kind(**values)
+
+
+Stated = list[tuple[str, str, Any]]
+
+
+def _with_nested(raw: dict[str, Any], nested: Nested | None) -> tuple[Stated, list[Problem]]:
+    """Return all fields, each with name, path and value, and what is wrong with their places."""
+    own = [(name, name, value) for name, value in raw.items() if nested is None or name != nested.name]
+    if nested is None or raw.get(nested.name) is None:
+        return own, []
+    inside = raw[nested.name]
+    if not isinstance(inside, dict):
+        raise ProblemsError([Problem("invalid_value", "must be an object", nested.name)])
+    problems = []
+    for name, value in inside.items():
+        path = f"{nested.name}.{name}"
+        if name in nested.beside:
+            problems.append(Problem("invalid_value", f"stands beside {nested.name}", echo(path)))
+        elif raw.get(name) is not None:
+            problems.append(Problem("invalid_value", "is stated twice", echo(path)))
+        else:
+            own.append((name, path, value))
+    return own, problems
 
 
 def _converted(value: Any, kind: Any, *, ignore_unknown: bool) -> Any:
@@ -181,19 +219,21 @@ def _integral(value: Any) -> Any:
     return value
 
 
-def _stray(name: str, value: Any, fields: dict[str, Any], *, ignore_unknown: bool) -> list[Problem]:
+def _stray(
+    name: str, path: str, value: Any, fields: dict[str, Any], *, ignore_unknown: bool
+) -> list[Problem]:
     """Return what is wrong with a field that the endpoint does not have."""
     if name in UNSUPPORTED:
         if value in UNSUPPORTED[name]:
             return []
-        return [Problem("unsupported_parameter", "is not supported", name)]
-    return [] if ignore_unknown else [_unknown(name, fields)]
+        return [Problem("unsupported_parameter", "is not supported", path)]
+    return [] if ignore_unknown else [_unknown(name, path, fields)]
 
 
-def _unknown(name: str, fields: dict[str, Any]) -> Problem:
+def _unknown(name: str, path: str, fields: dict[str, Any]) -> Problem:
     nearest = difflib.get_close_matches(name[:MAX_ECHO], fields, n=1, cutoff=0.3)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return Problem("unknown_parameter", f"unknown field{hint}", echo(name))
+    return Problem("unknown_parameter", f"unknown field{hint}", echo(path))
 
 
 def _invalid(name: str, error: msgspec.ValidationError) -> Problem:

@@ -1,8 +1,9 @@
 """Chat: requests to prompts and plans, tokens to messages and chunks."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -351,8 +352,33 @@ def plan_chat(
 # Answers.
 
 
-class ChatDialect(Dialect):
-    """Messages, deltas and entries as OpenAI's chat has them."""
+def new_call_id(_: int = 0) -> str:
+    """Return the id of a tool call. Some templates insist on nine characters."""
+    return uuid.uuid4().hex[:9]
+
+
+def message_of(choice: Choice, call_id: Callable[[int], str], *, is_split: bool) -> AssistantMessage:
+    """Return the message of an ended choice.
+
+    Args:
+        choice: Ended.
+        call_id: Returns the id of the tool call of a number.
+        is_split: Whether a parser has split it.
+    """
+    calls = [
+        ToolCall(id=call_id(place), function=FunctionCall(name=name, arguments=arguments))
+        for place, (name, arguments) in enumerate(choice.tool_calls)
+    ]
+    content = choice.content
+    return AssistantMessage(
+        content=None if calls and not content else content,
+        reasoning_content=(choice.reasoning or None) if is_split else UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+class MessageDialect(Dialect):
+    """What all answers in messages share: messages, deltas and entries as OpenAI's chat has them."""
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, reading: Reading) -> None:
         """Prepare.
@@ -381,45 +407,8 @@ class ChatDialect(Dialect):
             waits_for_text=waits_for_text,
         )
 
-    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> ChatCompletion:
-        """Return the whole answer, without the rows themselves."""
-        return ChatCompletion(
-            **self._head(),
-            choices=[self._wire(each) for each in choices],
-            usage=self.usage(choices),
-            metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
-            prompt_token_ids=self._prompt_token_ids(),
-            rows=UNSET if num_rows is None else list(num_rows),
-        )
-
-    def _wire(self, choice: Choice) -> ChatChoice:
-        assert choice.finish is not None
-        generated = [token for token in choice.tokens if not token.is_prompt]
-        has_ids = self.plan.wants_token_ids
-        return ChatChoice(
-            index=choice.index,
-            message=self._message(choice),
-            logprobs=self._logprobs(generated),
-            finish_reason=self._finish_reason(choice),
-            stop_reason=choice.finish.stop_reason,
-            token_ids=[event.token_id for event in generated_events(choice)] if has_ids else UNSET,
-            segments=self._segments(generated),
-            token_stats=self._stats(choice),
-        )
-
     def _message(self, choice: Choice) -> AssistantMessage:
-        calls = [
-            ToolCall(
-                id=self._call_id(choice.index, place), function=FunctionCall(name=name, arguments=arguments)
-            )
-            for place, (name, arguments) in enumerate(choice.tool_calls)
-        ]
-        content = choice.content
-        return AssistantMessage(
-            content=None if calls and not content else content,
-            reasoning_content=(choice.reasoning or None) if self.is_split else UNSET,
-            tool_calls=calls or UNSET,
-        )
+        return message_of(choice, partial(self._call_id, choice.index), is_split=self.is_split)
 
     def _finish_reason(self, choice: Choice) -> FinishReason:
         assert choice.finish is not None
@@ -429,8 +418,8 @@ class ChatDialect(Dialect):
         return "tool_calls" if is_call else reason
 
     def _call_id(self, choice: int, place: int) -> str:
-        """Return the id of a tool call, the same each time. Some templates insist on nine characters."""
-        return self._call_ids.setdefault((choice, place), uuid.uuid4().hex[:9])
+        """Return the id of a tool call, the same each time."""
+        return self._call_ids.setdefault((choice, place), new_call_id())
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return list(self.plan.prompts[0]) if self.plan.wants_token_ids else UNSET
@@ -474,6 +463,61 @@ class ChatDialect(Dialect):
             ],
         )
 
+    def _delta(self, choice: int, run: Sequence[Token]) -> ChatDelta:
+        content, reasoning = (
+            "".join(getattr(token, name) for token in run) for name in ("content", "reasoning")
+        )
+        parts: dict[int, list[ToolCallPart]] = {}
+        for token in run:
+            for part in token.tool_parts:
+                parts.setdefault(part.index, []).append(part)
+        return ChatDelta(
+            content=content or UNSET,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=[self._call_delta(choice, place, each) for place, each in parts.items()] or UNSET,
+        )
+
+    def _call_delta(self, choice: int, place: int, parts: Sequence[ToolCallPart]) -> ToolCallDelta:
+        name, arguments = parts[0].name, "".join(part.arguments for part in parts)
+        if name is None:
+            return ToolCallDelta(index=place, function=FunctionCallDelta(arguments=arguments))
+        return ToolCallDelta(
+            index=place,
+            id=self._call_id(choice, place),
+            type="function",
+            function=FunctionCallDelta(name=name, arguments=arguments),
+        )
+
+
+class ChatDialect(MessageDialect):
+    """Whole answers and chunks as OpenAI's chat has them."""
+
+    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> ChatCompletion:
+        """Return the whole answer, without the rows themselves."""
+        return ChatCompletion(
+            **self._head(),
+            choices=[self._wire(each) for each in choices],
+            usage=self.usage(choices),
+            metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
+            prompt_token_ids=self._prompt_token_ids(),
+            rows=UNSET if num_rows is None else list(num_rows),
+        )
+
+    def _wire(self, choice: Choice) -> ChatChoice:
+        assert choice.finish is not None
+        generated = [token for token in choice.tokens if not token.is_prompt]
+        has_ids = self.plan.wants_token_ids
+        return ChatChoice(
+            index=choice.index,
+            message=self._message(choice),
+            logprobs=self._logprobs(generated),
+            finish_reason=self._finish_reason(choice),
+            stop_reason=choice.finish.stop_reason,
+            token_ids=[event.token_id for event in generated_events(choice)] if has_ids else UNSET,
+            segments=self._segments(generated),
+            token_stats=self._stats(choice),
+        )
+
     # Streams.
 
     def first_chunk(self, choice: Choice) -> ChatChunk:
@@ -502,31 +546,6 @@ class ChatDialect(Dialect):
             wire = ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs, **numbers)
             found.append(self._chunk(wire, usage, **extras))
         return found
-
-    def _delta(self, choice: int, run: Sequence[Token]) -> ChatDelta:
-        content, reasoning = (
-            "".join(getattr(token, name) for token in run) for name in ("content", "reasoning")
-        )
-        parts: dict[int, list[ToolCallPart]] = {}
-        for token in run:
-            for part in token.tool_parts:
-                parts.setdefault(part.index, []).append(part)
-        return ChatDelta(
-            content=content or UNSET,
-            reasoning_content=reasoning or UNSET,
-            tool_calls=[self._call_delta(choice, place, each) for place, each in parts.items()] or UNSET,
-        )
-
-    def _call_delta(self, choice: int, place: int, parts: Sequence[ToolCallPart]) -> ToolCallDelta:
-        name, arguments = parts[0].name, "".join(part.arguments for part in parts)
-        if name is None:
-            return ToolCallDelta(index=place, function=FunctionCallDelta(arguments=arguments))
-        return ToolCallDelta(
-            index=place,
-            id=self._call_id(choice, place),
-            type="function",
-            function=FunctionCallDelta(name=name, arguments=arguments),
-        )
 
     def last_chunk(self, choice: Choice, usage: Usage | None) -> ChatChunk:
         """Return the chunk with the finish reason."""

@@ -172,6 +172,10 @@ class Choice:
             tokens += self._told(event.texts)
         return self._given_out(tokens)
 
+    def close(self) -> list[Token]:
+        """End without an event; return the tokens that were left."""
+        return self._given_out(list(self._decided(self._segmenter.finish(), 0)) if self._segmenter else [])
+
     def _told(self, texts: Sequence[str]) -> list[Token]:
         """Take the texts of the next tokens; return the tokens that are decided with them."""
         tokens: list[Token] = []

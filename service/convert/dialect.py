@@ -12,6 +12,7 @@ from engine.tokenizer import Tokenizer
 from engine.types import TokenEvent
 from schemas.chat import ChatChunk, ChatCompletion
 from schemas.completions import Completion
+from schemas.generate import GenerateAnswer
 from schemas.logits import (
     CompletionTokensDetails,
     LogitsBlock,
@@ -27,7 +28,8 @@ from service.convert.plan import Plan
 MIN_LOGPROB = -9999.0
 """What OpenAI's clients get for a probability of zero, since JSON has no infinity."""
 
-Chunk = ChatChunk | Completion
+Whole = ChatCompletion | Completion | GenerateAnswer
+Chunk = ChatChunk | Completion | GenerateAnswer
 
 
 class Dialect(ABC):
@@ -52,9 +54,7 @@ class Dialect(ABC):
         """Return an empty completion; see :class:`service.convert.choice.Choice`."""
 
     @abstractmethod
-    def whole(
-        self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None
-    ) -> ChatCompletion | Completion:
+    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> Whole:
         """Return the whole answer, without the rows themselves.
 
         Args:
