@@ -41,10 +41,21 @@ class InvalidRequestError(RequestError):
 class ContextLengthError(RequestError):
     """The prompt, or the prompt and the tokens asked for, do not fit the model's context."""
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, is_least: bool = False
+    ) -> None:
+        """State the three numbers.
+
+        Args:
+            num_prompt_tokens: Of the prompt.
+            max_tokens: Those asked for; ``None`` if no number was.
+            max_model_len: Of the model.
+            is_least: The prompt has so many at least; nobody counted further.
+        """
         asked = "" if max_tokens is None else f" and {max_tokens} tokens of completion were asked for"
+        least = "at least " if is_least else ""
         super().__init__(
-            f"the model's context is {max_model_len} tokens; the prompt has {num_prompt_tokens}{asked}"
+            f"the model's context is {max_model_len} tokens; the prompt has {least}{num_prompt_tokens}{asked}"
         )
 
 

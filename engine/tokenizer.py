@@ -33,7 +33,7 @@ def byte_alphabet() -> Mapping[str, int]:
 
 
 # Arguments of the call itself. A template variable of such a name would change what is called, or how.
-_OWN_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_OWN_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 # What templates raise over messages that they were not made for.
 _TEMPLATE_ERRORS = (
@@ -156,8 +156,9 @@ class Tokenizer:
                     **(template_kwargs or {}),
                 )
         except _TEMPLATE_ERRORS as error:
+            owner, param = ("model's", "messages") if chat_template is None else ("given", "chat_template")
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", "messages"
+                f"the {owner} chat template refuses these messages: {error}", param
             ) from error
         return str(text)
 

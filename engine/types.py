@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from engine.grammar import Grammar
 
+BYTES_PER_VALUE = 36
+"""Of a number in a list: the object and the reference to it."""
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended. Failures are exceptions."""
@@ -171,7 +174,12 @@ class TokenEvent:
     @property
     def num_bytes(self) -> int:
         """Bytes that this event holds in an outbox, without the small parts."""
-        return 0 if self.row is None else self.row.nbytes
+        num_values = len(self.support or ())
+        for tops in (self.top_logprobs, self.id_logprobs):
+            num_values += 0 if tops is None else 2 * len(tops.token_ids)
+        arrays = (self.row, self.selected)
+        num_bytes = sum(each.nbytes for each in arrays if each is not None)
+        return num_bytes + BYTES_PER_VALUE * num_values
 
 
 @dataclass(frozen=True, slots=True)

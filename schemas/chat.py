@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from schemas.base import Count, WireResponse
 from schemas.logits import (
@@ -52,7 +52,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
 
 
-class FunctionDefinition(Struct, frozen=True, kw_only=True):
+class FunctionDefinition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function that the model may call; ``parameters`` is a JSON Schema."""
 
     name: FunctionName
@@ -61,7 +61,7 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class Tool(Struct, frozen=True, kw_only=True):
+class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool; only functions are supported."""
 
     type: Literal["function"]
@@ -75,10 +75,10 @@ class NamedFunction(Struct, frozen=True, kw_only=True):
 
 
 class NamedTool(Struct, frozen=True, kw_only=True):
-    """The choice of one tool."""
+    """The choice of one tool; ``service`` checks its type."""
 
-    type: Literal["function"] = "function"
-    function: NamedFunction
+    type: str = "function"
+    function: NamedFunction | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -125,11 +125,11 @@ class ChoiceLogprobs(WireResponse, frozen=True, kw_only=True):
     else ``content`` has all entries.
     """
 
-    content: list[TokenLogprob]
+    content: list[TokenLogprob] | Raw
     refusal: None = None
-    reasoning: list[TokenLogprob] | UnsetType = UNSET
-    tool: list[TokenLogprob] | UnsetType = UNSET
-    special: list[TokenLogprob] | UnsetType = UNSET
+    reasoning: list[TokenLogprob] | Raw | UnsetType = UNSET
+    tool: list[TokenLogprob] | Raw | UnsetType = UNSET
+    special: list[TokenLogprob] | Raw | UnsetType = UNSET
 
 
 class FunctionCall(WireResponse, frozen=True, kw_only=True):

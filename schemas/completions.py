@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from schemas.base import WireResponse
 from schemas.logits import LogitsBlock, Metadata, SelectedLogits, TokenStatsBlock, Usage
@@ -32,7 +32,7 @@ class CompletionLogprobs(WireResponse, frozen=True, kw_only=True):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | None] | Raw
     text_offset: list[int]
 
 

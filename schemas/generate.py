@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from schemas.base import StopString, TokenId, WireRequest, WireResponse
 from schemas.chat import AssistantMessage, ChatDelta, ChoiceLogprobs
@@ -87,7 +87,7 @@ class SampledLogprob(WireResponse, frozen=True, kw_only=True):
 class IdLogprobs(WireResponse, frozen=True, kw_only=True):
     """One entry per generated token."""
 
-    content: list[SampledLogprob]
+    content: list[SampledLogprob] | Raw
 
 
 class PromptLogprob(WireResponse, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class GenerateChoice(WireResponse, frozen=True, kw_only=True):
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: list[int] = []
     segments: list[str] | UnsetType = UNSET
-    sampling_mask: list[list[int]] | UnsetType = UNSET
+    sampling_mask: list[list[int]] | Raw | UnsetType = UNSET
     logits: LogitsBlock | UnsetType = UNSET
     selected_logits: SelectedLogits | UnsetType = UNSET
     token_stats: TokenStatsBlock | UnsetType = UNSET
@@ -130,7 +130,7 @@ class GenerateAnswer(WireResponse, frozen=True, kw_only=True):
     usage: Usage | None | UnsetType = UNSET
     metadata: Metadata | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | Raw | UnsetType = UNSET
     prompt_logits: LogitsBlock | UnsetType = UNSET
     rows: list[int] | UnsetType = UNSET
 

@@ -35,6 +35,12 @@ from service.negotiate import Representation
 
 logger = logging.getLogger(__name__)
 
+MAX_QUICK_ENTRIES = 500
+"""Alternatives that are turned into JSON in less than a few milliseconds."""
+
+MAX_TOKENS_AT_ONCE = 32
+"""Tokens that a stream's chunk holds at most, if many are ready."""
+
 FAREWELL_S = 2.0
 """Seconds in which a failed answer must reach its client, before the connection is cut."""
 
@@ -219,25 +225,38 @@ class JsonAnswer(GenerationAnswer):
             choice.opening()
         async for _ in self._follow(outboxes):
             pass
-        whole = self._dialect.whole(self._choices)
-        if self._plan.row_dtype is None and not self._plan.logit_token_ids:
-            body = msgspec.json.encode(whole)
+        # Rows and entries can be a gigabyte of text. Encoded one at a time, they never stop the event loop
+        # for long, and never exist as text all at once.
+        blocks = _Blocks()
+        whole = self._dialect.whole(self._choices, put=lambda entries: blocks.mark(_encoded(entries)))
+        if self._plan.row_dtype is not None or self._plan.logit_token_ids:
+            choices = [structs.replace(wire, **self._marked(blocks, wire.index)) for wire in whole.choices]
+            whole = structs.replace(whole, choices=choices)
+        if self._plan.wants_prompt_rows and len(self._plan.prompts) == 1:
+            whole = structs.replace(whole, prompt_logits=self._rows(blocks, self._choices[0], of_prompt=True))
+        pieces = blocks.filled(msgspec.json.encode(whole))
+        if self._is_small():
+            body = b"".join(pieces)
             await self._start(send, "application/json", content_length=str(len(body)))
             await self._send_piece(send, body, is_last=True)
             return
-        # The rows can be a gigabyte of text. Encoded one at a time, they never stop the event loop for long,
-        # and never exist as text all at once.
-        blocks = _Blocks()
-        choices = [structs.replace(wire, **self._marked(blocks, wire.index)) for wire in whole.choices]
-        whole = structs.replace(whole, choices=choices)
-        if self._plan.wants_prompt_rows and len(self._plan.prompts) == 1:
-            whole = structs.replace(whole, prompt_logits=self._rows(blocks, self._choices[0], of_prompt=True))
         await self._start(send, "application/json")
-        for piece in blocks.filled(msgspec.json.encode(whole)):
+        is_wide = self._plan.num_top_logprobs > MAX_QUICK_ENTRIES
+        while (
+            piece := await asyncio.to_thread(next, pieces, None) if is_wide else next(pieces, None)
+        ) is not None:
             await self._send_piece(send, piece)
             # A send to a fast reader does not suspend, and others want the loop too.
             await asyncio.sleep(0)
         await self._send_piece(send, b"", is_last=True)
+
+    def _is_small(self) -> bool:
+        """Tell whether the whole answer is encoded in no time."""
+        plan = self._plan
+        if plan.row_dtype is not None or plan.logit_token_ids:
+            return False
+        num_tokens = sum(len(choice.tokens) for choice in self._choices)
+        return not plan.wants_entries or num_tokens * (1 + plan.num_top_logprobs) <= MAX_QUICK_ENTRIES
 
     def _marked(self, blocks: "_Blocks", index: int) -> dict[str, Any]:
         """Return the fields of one choice that hold rows, with marks in place of the values."""
@@ -307,6 +326,7 @@ class EventsAnswer(GenerationAnswer):
 
     async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
         self._has_started = False
+        self._said_at = time.monotonic()
         # Before any event, since offsets into the text count from here.
         self._openings = [choice.opening() for choice in self._choices]
         following = self._follow(outboxes)
@@ -315,9 +335,12 @@ class EventsAnswer(GenerationAnswer):
             while True:
                 if waiting is None:
                     waiting = asyncio.ensure_future(anext(following))
-                await asyncio.wait((waiting,), timeout=self._plan.keep_alive_s)
-                if not waiting.done():
+                silent_s = time.monotonic() - self._said_at
+                await asyncio.wait((waiting,), timeout=max(0.0, self._plan.keep_alive_s - silent_s))
+                if time.monotonic() - self._said_at >= self._plan.keep_alive_s:
+                    # Tokens may come and yet nothing be sent, if they have no text or are hidden.
                     await self._say(send, b": keep-alive\n\n")
+                if not waiting.done():
                     continue
                 try:
                     choice, tokens = waiting.result()
@@ -344,17 +367,33 @@ class EventsAnswer(GenerationAnswer):
 
     async def _send_tokens(self, send: Send, choice: Choice, tokens: list[Token]) -> None:
         """Send what became final of one choice, and its end."""
-        usage = self._usage()
-        chunks = [*self._dialect.chunks(choice, tokens, usage)]
+        for start in range(0, len(tokens), MAX_TOKENS_AT_ONCE):
+            part = tokens[start : start + MAX_TOKENS_AT_ONCE]
+            usage = self._usage(len(tokens) - start - len(part))
+            if len(part) * self._plan.num_top_logprobs > MAX_QUICK_ENTRIES:
+                events = await asyncio.to_thread(self._encoded, choice, part, usage)
+            else:
+                events = self._encoded(choice, part, usage)
+            for event in events:
+                await self._say(send, event)
         if choice.finish is not None:
-            chunks.append(self._dialect.last_chunk(choice, usage))
+            await self._say(send, _event(self._dialect.last_chunk(choice, self._usage())))
             # It holds no rows any more, and others may be waiting for just that.
             self._engine.cancel(self._requests[choice.index].request_id)
-        for chunk in chunks:
-            await self._say(send, _event(chunk))
 
-    def _usage(self) -> Usage | None:
-        return self._dialect.usage(self._choices) if self._plan.has_running_usage else None
+    def _encoded(self, choice: Choice, tokens: Sequence[Token], usage: Usage | None) -> list[bytes]:
+        return [_event(chunk) for chunk in self._dialect.chunks(choice, tokens, usage)]
+
+    def _usage(self, num_unsent: int = 0) -> Usage | None:
+        """Return the counts so far, if chunks have them; without those tokens that wait to be sent."""
+        if not self._plan.has_running_usage:
+            return None
+        usage = self._dialect.usage(self._choices)
+        return structs.replace(
+            usage,
+            completion_tokens=usage.completion_tokens - num_unsent,
+            total_tokens=usage.total_tokens - num_unsent,
+        )
 
     async def _say(self, send: Send, event: bytes) -> None:
         """Send an event; the first one brings the head of the answer, and announces the choices.
@@ -366,13 +405,14 @@ class EventsAnswer(GenerationAnswer):
             await self._start(
                 send, "text/event-stream; charset=utf-8", cache_control="no-cache", x_accel_buffering="no"
             )
-            usage = self._usage()
+            usage = self._usage(sum(choice.num_tokens for choice in self._choices))
             for choice, tokens in zip(self._choices, self._openings, strict=True):
-                if (first := self._dialect.first_chunk(choice)) is not None:
+                if (first := self._dialect.first_chunk(choice, usage)) is not None:
                     await self._send_piece(send, _event(first))
                 for chunk in self._dialect.chunks(choice, tokens, usage):
                     await self._send_piece(send, _event(chunk))
         await self._send_piece(send, event)
+        self._said_at = time.monotonic()
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
@@ -390,14 +430,15 @@ class ArrowAnswer(GenerationAnswer):
         has_started = False
         for choice in self._choices:
             choice.opening()
+        self._held: dict[int, list[Token]] = {}
         try:
             async for choice, tokens in self._follow(outboxes):
                 if not has_started:
                     # Not earlier: until the first row is there, a failure still has its own status.
                     await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
                     has_started = True
-                finish = None if choice.finish is None else choice.finish.reason.value
-                for piece in writer.write(choice.index, tokens, finish):
+                finish = None if choice.finish is None else self._dialect.finish_reason(choice)
+                for piece in writer.write(choice.index, self._ready(choice, tokens), finish):
                     await self._send_piece(send, piece)
                 if choice.finish is not None:
                     # It holds no rows any more, and others may be waiting for just that.
@@ -412,9 +453,26 @@ class ArrowAnswer(GenerationAnswer):
             # An answer that returns without its last chunk makes the server abort the connection, so no
             # client takes the rows that it has for all there are.
             return
-        for piece in writer.end(self._dialect.whole(self._choices, num_rows=writer.num_rows)):
+        # The end record may hold entries, as many as a whole answer.
+        record = await asyncio.to_thread(self._end_record, writer)
+        for piece in record:
             await self._send_piece(send, piece)
         await self._send_piece(send, b"", is_last=True)
+
+    def _ready(self, choice: Choice, tokens: list[Token]) -> list[Token]:
+        """Return the tokens to write now: all but the last one, if it may turn out to be the last of all.
+
+        The finish reason stands in the last row, and some choices end behind tokens that are hidden or none.
+        """
+        ready = self._held.pop(choice.index, []) + tokens
+        if choice.finish is None and ready:
+            is_scored = ready[-1].is_prompt and self._requests[choice.index].max_tokens == 0
+            if self._dialect.hides_tokens or is_scored:
+                self._held[choice.index] = [ready.pop()]
+        return ready
+
+    def _end_record(self, writer: RowWriter) -> list[memoryview]:
+        return writer.end(self._dialect.whole(self._choices, num_rows=writer.num_rows))
 
 
 def answer_for(form: Representation, *, is_stream: bool) -> type[GenerationAnswer]:

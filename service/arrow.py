@@ -121,8 +121,9 @@ class RowWriter:
             finish_reason: If these are the last ones.
         """
         rows = [token for token in tokens if token.event is not None and self._has_row(token.event)]
-        for is_prompt, part in groupby(rows, key=lambda token: token.is_prompt):
-            self._write_part(choice, list(part), None if is_prompt else finish_reason)
+        parts = [list(part) for _, part in groupby(rows, key=lambda token: token.is_prompt)]
+        for part in parts:
+            self._write_part(choice, part, finish_reason if part is parts[-1] else None)
         return self._sink.drain()
 
     def _has_row(self, event: TokenEvent) -> bool:

@@ -13,7 +13,7 @@ from litestar.exceptions import InternalServerException
 
 from schemas.base import WireRequest
 from schemas.sampling import UNSUPPORTED
-from service.errors import MAX_ECHO, Problem, ProblemsError, ServiceError, echo
+from service.errors import MAX_ECHO, MAX_PROBLEMS, Problem, ProblemsError, ServiceError, echo
 
 T = TypeVar("T", bound=WireRequest)
 
@@ -98,6 +98,9 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool, nested: Nested |
             continue
         if field is None:
             problems += _stray(name, path, value, fields, ignore_unknown=ignore_unknown)
+            if len(problems) > MAX_PROBLEMS:
+                # Nobody reads on, and looking for the nearest name takes its time.
+                break
             continue
         numbers = _integral(value)
         if not _has_short_integers(numbers):

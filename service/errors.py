@@ -162,7 +162,7 @@ def encode_error(error: BaseException) -> bytes:
 def handle(request: Request, error: Exception) -> Response[bytes]:  # type: ignore[type-arg]
     """Answer any exception; registered for all of them."""
     status, headers, envelope = describe(error)
-    if status >= 500 and not isinstance(error, engine_errors.UnavailableError | NotReadyError):
+    if envelope.error.code == "internal_error" and not isinstance(error, NotReadyError):
         logger.error("request failed", exc_info=error, extra={"path": request.url.path})
     return Response(
         msgspec.json.encode(envelope),

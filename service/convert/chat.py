@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.errors import ContextLengthError
+from engine.errors import ContextLengthError, InvalidRequestError
 from engine.grammar import Grammar
 from engine.segments import (
     ReasoningMarkers,
@@ -45,7 +45,7 @@ from schemas.chat import (
 )
 from schemas.logits import Usage
 from service.convert.choice import Choice, Token
-from service.convert.dialect import MIN_LOGPROB, Dialect, generated_events
+from service.convert.dialect import MIN_LOGPROB, Dialect, Put, generated_events
 from service.convert.plan import Plan, check_fields, check_top_logprobs, plan_answer
 from service.convert.reading import Reading
 from service.errors import Problem, ProblemsError
@@ -88,14 +88,18 @@ def check_chat(request: ChatRequest, form: Representation, settings: Settings) -
 
 
 def _tool_problems(request: ChatRequest) -> list[Problem]:
-    names = [tool.function.name for tool in request.tools or ()]
-    problems = [
-        Problem("invalid_value", "another tool has this name", f"tools[{place}].function.name")
-        for place, name in enumerate(names)
-        if name in names[:place]
-    ]
+    problems = []
+    names: set[str] = set()
+    for place, tool in enumerate(request.tools or ()):
+        if tool.function.name in names:
+            path = f"tools[{place}].function.name"
+            problems.append(Problem("invalid_value", "another tool has this name", path))
+        names.add(tool.function.name)
     choice = request.tool_choice
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
+    if isinstance(choice, NamedTool) and choice.type != "function":
+        message = "only functions can be named"
+        problems.append(Problem("unsupported_parameter", message, "tool_choice.type"))
+    elif isinstance(choice, NamedTool) and (choice.function is None or choice.function.name not in names):
         problems.append(Problem("invalid_value", "no tool has this name", "tool_choice.function.name"))
     if choice == "required" and not names:
         problems.append(Problem("invalid_value", "needs tools", "tool_choice"))
@@ -125,6 +129,11 @@ def _message_problems(messages: Sequence[ChatMessage]) -> list[Problem]:
                     Problem("invalid_value", "a text part needs a text", f"{path}[{part_place}].text")
                 )
     return problems
+
+
+def max_tokens_of(request: ChatRequest) -> int | None:
+    """Return the tokens asked for; the newer name wins."""
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
 
 def _wants_entries(request: ChatRequest) -> bool:
@@ -176,7 +185,7 @@ def chat_prompt(
     # Tokenising megabytes only to refuse them would take minutes and gigabytes.
     least = -(-len(text) // tokenizer.max_token_length)
     if least > max_model_len:
-        raise ContextLengthError(least, request.max_tokens, max_model_len)
+        raise ContextLengthError(least, max_tokens_of(request), max_model_len, is_least=True)
     reasoning = reasoning_markers(template, settings)
     continued = messages[-1]["content"] if continues else ""
     reading = Reading(
@@ -188,13 +197,17 @@ def chat_prompt(
         is_many=request.parallel_tool_calls is not False,
         hides_reasoning=request.include_reasoning is False,
     )
-    return ChatPrompt(tokenizer.encode(text), reading)
+    token_ids = tokenizer.encode(text)
+    if not token_ids:
+        raise InvalidRequestError("the chat template makes an empty prompt of these messages", "messages")
+    return ChatPrompt(token_ids, reading)
 
 
 def _forced(request: ChatRequest, functions: Sequence[Function]) -> tuple[Function, ...]:
     """Return the functions one of which the request insists on."""
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
+        assert choice.function is not None
         return tuple(each for each in functions if each.name == choice.function.name)
     return tuple(functions) if choice == "required" else ()
 
@@ -341,7 +354,8 @@ def plan_chat(
         info,
         settings,
         kind="chat.completion",
-        max_tokens=request.max_completion_tokens if is_newer else request.max_tokens,
+        max_tokens=max_tokens_of(request),
+        max_tokens_name="max_completion_tokens" if is_newer else "max_tokens",
         wants_entries=wants_entries,
         num_top_logprobs=(request.top_logprobs or 0) if wants_entries else 0,
         grammar=grammar,
@@ -389,7 +403,9 @@ class MessageDialect(Dialect):
             reading: How its tokens are read.
         """
         splitting = reading.splitting(tokenizer)
-        super().__init__(plan, tokenizer, is_split=splitting is not None)
+        super().__init__(
+            plan, tokenizer, is_split=splitting is not None, hides_tokens=reading.hides_reasoning
+        )
         self._splitting = splitting
         self._is_named_call = reading.is_named
         self._call_ids: dict[tuple[int, int], str] = {}
@@ -410,7 +426,8 @@ class MessageDialect(Dialect):
     def _message(self, choice: Choice) -> AssistantMessage:
         return message_of(choice, partial(self._call_id, choice.index), is_split=self.is_split)
 
-    def _finish_reason(self, choice: Choice) -> FinishReason:
+    def finish_reason(self, choice: Choice) -> FinishReason:
+        """Return why an ended choice has ended."""
         assert choice.finish is not None
         reason: Literal["stop", "length", "abort"] = choice.finish.reason.value
         # OpenAI says "stop" where the caller named the function, since it was no decision of the model.
@@ -429,20 +446,20 @@ class MessageDialect(Dialect):
             return UNSET
         return [token.segment.value for token in tokens if token.segment is not None]
 
-    def _logprobs(self, tokens: Sequence[Token]) -> ChoiceLogprobs | None:
+    def _logprobs(self, tokens: Sequence[Token], put: Put = list) -> ChoiceLogprobs | None:
         """Return the entries of generated tokens, by segment if there are segments."""
         if not self.plan.wants_entries:
             return None
         if not self.is_split:
-            return ChoiceLogprobs(content=[self._entry(token.event) for token in tokens])
-        by_segment: dict[Segment | None, list[TokenLogprob]] = {segment: [] for segment in Segment}
+            return ChoiceLogprobs(content=put(self._entry(token.event) for token in tokens))
+        events: dict[Segment | None, list[TokenEvent | None]] = {segment: [] for segment in Segment}
         for token in tokens:
-            by_segment[token.segment].append(self._entry(token.event))
+            events[token.segment].append(token.event)
         return ChoiceLogprobs(
-            content=by_segment[Segment.CONTENT],
-            reasoning=by_segment[Segment.REASONING],
-            tool=by_segment[Segment.TOOL],
-            special=by_segment[Segment.SPECIAL],
+            content=put(map(self._entry, events[Segment.CONTENT])),
+            reasoning=put(map(self._entry, events[Segment.REASONING])),
+            tool=put(map(self._entry, events[Segment.TOOL])),
+            special=put(map(self._entry, events[Segment.SPECIAL])),
         )
 
     def _entry(self, event: TokenEvent | None) -> TokenLogprob:
@@ -492,26 +509,28 @@ class MessageDialect(Dialect):
 class ChatDialect(MessageDialect):
     """Whole answers and chunks as OpenAI's chat has them."""
 
-    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> ChatCompletion:
+    def whole(
+        self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None, put: Put = list
+    ) -> ChatCompletion:
         """Return the whole answer, without the rows themselves."""
         return ChatCompletion(
             **self._head(),
-            choices=[self._wire(each) for each in choices],
+            choices=[self._wire(each, put) for each in choices],
             usage=self.usage(choices),
             metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
             prompt_token_ids=self._prompt_token_ids(),
             rows=UNSET if num_rows is None else list(num_rows),
         )
 
-    def _wire(self, choice: Choice) -> ChatChoice:
+    def _wire(self, choice: Choice, put: Put) -> ChatChoice:
         assert choice.finish is not None
         generated = [token for token in choice.tokens if not token.is_prompt]
         has_ids = self.plan.wants_token_ids
         return ChatChoice(
             index=choice.index,
             message=self._message(choice),
-            logprobs=self._logprobs(generated),
-            finish_reason=self._finish_reason(choice),
+            logprobs=self._logprobs(generated, put),
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
             token_ids=[event.token_id for event in generated_events(choice)] if has_ids else UNSET,
             segments=self._segments(generated),
@@ -520,12 +539,12 @@ class ChatDialect(MessageDialect):
 
     # Streams.
 
-    def first_chunk(self, choice: Choice) -> ChatChunk:
+    def first_chunk(self, choice: Choice, usage: Usage | None) -> ChatChunk:
         """Return the chunk with the role; the first of all also says what the numbers are."""
         is_first = choice.index == 0
         return self._chunk(
             ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content="")),
-            None,
+            usage,
             metadata=self.plan.metadata() if is_first else UNSET,
             prompt_token_ids=self._prompt_token_ids() if is_first else UNSET,
         )
@@ -553,7 +572,7 @@ class ChatDialect(MessageDialect):
         wire = ChatChunkChoice(
             index=choice.index,
             delta=ChatDelta(),
-            finish_reason=self._finish_reason(choice),
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
         )
         is_first = choice.index == 0

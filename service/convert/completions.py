@@ -1,20 +1,21 @@
 """Legacy completions: requests to prompts and plans, tokens to texts and chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.errors import ContextLengthError
 from engine.grammar import Grammar
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, ModelInfo, TokenEvent, TopLogprobs
+from schemas.base import TokenId
 from schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from schemas.logits import Usage
 from service.convert.choice import Choice, Echo, Token, text_offsets
-from service.convert.dialect import MIN_LOGPROB, Dialect, generated_events
+from service.convert.dialect import MIN_LOGPROB, Dialect, Put, generated_events
 from service.convert.plan import Plan, check_fields, check_top_logprobs, plan_answer
 from service.errors import Problem, ProblemsError
 from service.negotiate import Representation
@@ -47,16 +48,16 @@ def check_completion(
         problems.append(Problem("unsupported_parameter", "text cannot be inserted", "suffix"))
     if request.best_of not in (None, 1):
         problems.append(Problem("unsupported_parameter", "only 1 is supported; use n", "best_of"))
-    prompts, prompt_problems = _prompts(request.prompt)
-    problems += prompt_problems
-    if len(prompts) * (request.n or 1) > settings.max_queue:
-        problems.append(
-            Problem(
-                "invalid_value",
-                f"each completion waits in the queue, which holds {settings.max_queue}",
-                "prompt",
-            )
-        )
+    prompts: list[str | list[int]] = []
+    is_list = (
+        isinstance(request.prompt, list) and request.prompt and isinstance(request.prompt[0], str | list)
+    )
+    if is_list and len(request.prompt) * (request.n or 1) > settings.max_queue:
+        message = f"each completion waits in the queue, which holds {settings.max_queue}"
+        problems.append(Problem("invalid_value", message, "prompt"))
+    else:
+        prompts, prompt_problems = _prompts(request.prompt)
+        problems += prompt_problems
     if problems:
         raise ProblemsError(problems)
     return prompts
@@ -83,12 +84,22 @@ def _prompts(raw: str | list[Any]) -> tuple[list[str | list[int]], list[Problem]
         elif not prompt:
             problems.append(Problem("invalid_value", "must not be empty", path))
         else:
-            ids = [_as_id(each) for each in prompt]
-            if None in ids:
-                at = f"{path}[{ids.index(None)}]"
-                problems.append(Problem("invalid_value", "expected a token id, a whole number from 0", at))
-            prompts.append([each for each in ids if each is not None])
+            try:
+                prompts.append(msgspec.convert(prompt, list[TokenId]))
+            except msgspec.ValidationError:
+                ids, fault = _checked_ids(prompt, path)
+                prompts.append(ids)
+                problems += fault
     return prompts, problems
+
+
+def _checked_ids(prompt: Sequence[Any], path: str) -> tuple[list[int], list[Problem]]:
+    """Return ids of which some are whole floats, or what is wrong with the first that is none."""
+    ids = [_as_id(each) for each in prompt]
+    if None not in ids:
+        return [each for each in ids if each is not None], []
+    message = "expected a token id, a whole number from 0"
+    return [], [Problem("invalid_value", message, f"{path}[{ids.index(None)}]")]
 
 
 def _as_id(value: Any) -> int | None:
@@ -116,7 +127,7 @@ def completion_prompts(
         if isinstance(prompt, str):
             least = -(-len(prompt) // tokenizer.max_token_length)
             if least > info.max_model_len:
-                raise ContextLengthError(least, request.max_tokens, info.max_model_len)
+                raise ContextLengthError(least, request.max_tokens, info.max_model_len, is_least=True)
             ids = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
             if not ids:
                 ids = [_start_token(tokenizer, path)]
@@ -149,6 +160,14 @@ def wants_entries(request: CompletionRequest) -> bool:
     return request.logprobs is not None or bool(request.return_logprobs)
 
 
+def _max_tokens(request: CompletionRequest, prompts: Sequence[Echo], info: ModelInfo) -> int:
+    """Return the tokens asked for; the usual number, as far as there is room, if none was."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    room = info.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
+    return max(1, min(DEFAULT_MAX_TOKENS, room))
+
+
 def plan_completion(
     request: CompletionRequest,
     form: Representation,
@@ -170,7 +189,7 @@ def plan_completion(
         info,
         settings,
         kind="text_completion",
-        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        max_tokens=_max_tokens(request, prompts, info),
         wants_entries=wants_entries(request),
         num_top_logprobs=request.logprobs or 0,
         num_prompt_top_logprobs=(request.logprobs or 0) if request.echo and wants_entries(request) else None,
@@ -181,14 +200,9 @@ def plan_completion(
 # Answers.
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What the four lists of logprobs hold for one token."""
-
-    token: str
-    logprob: float | None
-    top: dict[str, float] | None
-    offset: int
+def _logprob(event: TokenEvent) -> float:
+    assert event.logprob is not None
+    return max(event.logprob, MIN_LOGPROB)
 
 
 class CompletionDialect(Dialect):
@@ -223,25 +237,27 @@ class CompletionDialect(Dialect):
     def _echo_of(self, choice: int) -> Echo | None:
         return None if self._echoes is None else self._echoes[choice // self.plan.choices_per_prompt]
 
-    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> Completion:
+    def whole(
+        self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None, put: Put = list
+    ) -> Completion:
         """Return the whole answer, without the rows themselves."""
         return Completion(
             **self._head(),
-            choices=[self._wire(each) for each in choices],
+            choices=[self._wire(each, put) for each in choices],
             usage=self.usage(choices),
             metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
             prompt_token_ids=self._prompt_token_ids() if len(self.plan.prompts) == 1 else UNSET,
             rows=UNSET if num_rows is None else list(num_rows),
         )
 
-    def _wire(self, choice: Choice) -> CompletionChoice:
+    def _wire(self, choice: Choice, put: Put) -> CompletionChoice:
         assert choice.finish is not None
         has_ids, has_many = self.plan.wants_token_ids, len(self.plan.prompts) > 1
         return CompletionChoice(
             index=choice.index,
             text=choice.content,
-            logprobs=self._logprobs(choice, choice.tokens),
-            finish_reason=choice.finish.reason.value,
+            logprobs=self._logprobs(choice, choice.tokens, put),
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
             token_ids=[event.token_id for event in generated_events(choice)] if has_ids else UNSET,
             token_stats=self._stats(choice),
@@ -251,28 +267,31 @@ class CompletionDialect(Dialect):
     def _prompt_token_ids(self, choice: int = 0) -> list[int] | UnsetType:
         return list(self.plan.prompt_of(choice)) if self.plan.wants_token_ids else UNSET
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> CompletionLogprobs | None:
+    def finish_reason(self, choice: Choice) -> Literal["stop", "length", "abort"]:
+        """Return why an ended choice has ended."""
+        assert choice.finish is not None
+        return choice.finish.reason.value
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[Token], put: Put = list
+    ) -> CompletionLogprobs | None:
         """Return the entries of tokens, those of an echoed prompt included."""
         if not self.plan.wants_entries:
             return None
         echo = self._echo_of(choice.index)
-        entries = []
-        for token in tokens:
-            if token.event is not None and not (token.is_prompt and echo is None):
-                entries.append(self._entry(token.event, token.offset))
-            elif token.event is None and echo is not None:
-                first = echo.token_ids[0]
-                entries.append(_Entry(self._token_text(first), None, None, token.offset))
+        # Without an echo the prompt's tokens have no entries; with one, only its first has no numbers.
+        own = [token for token in tokens if echo is not None or not token.is_prompt]
+        first = echo.token_ids[0] if echo is not None else 0
+        ids = [first if token.event is None else token.event.token_id for token in own]
         return CompletionLogprobs(
-            tokens=[each.token for each in entries],
-            token_logprobs=[each.logprob for each in entries],
-            top_logprobs=[each.top for each in entries],
-            text_offset=[each.offset for each in entries],
+            tokens=[self._token_text(each) for each in ids],
+            token_logprobs=[None if token.event is None else _logprob(token.event) for token in own],
+            top_logprobs=put(None if token.event is None else self._top(token.event) for token in own),
+            text_offset=[token.offset for token in own],
         )
 
-    def _entry(self, event: TokenEvent, offset: int) -> _Entry:
-        assert event.logprob is not None
-        logprob = max(event.logprob, MIN_LOGPROB)
+    def _top(self, event: TokenEvent) -> dict[str, float]:
+        """Return the alternatives of one position by their strings, the chosen token among them."""
         token = self._token_text(event.token_id)
         best = event.top_logprobs or TopLogprobs([], [])
         # The chosen token has its string to itself, wherever it ranks; of others with one string, the best.
@@ -283,20 +302,20 @@ class CompletionDialect(Dialect):
         for token_id, value in zip(best.token_ids, best.logprobs, strict=True):
             text = self._token_text(token_id)
             top[text if names[text] == token_id else f"token_id:{token_id}"] = max(value, MIN_LOGPROB)
-        top.setdefault(token, logprob)
-        return _Entry(token, logprob, top, offset)
+        top.setdefault(token, _logprob(event))
+        return top
 
     # Streams.
 
-    def first_chunk(self, choice: Choice) -> Completion | None:
+    def first_chunk(self, choice: Choice, usage: Usage | None) -> Completion | None:
         """Return the chunk with the prompt's ids, if they are wanted."""
-        is_wanted = self.plan.wants_token_ids and choice.index % self.plan.choices_per_prompt == 0
-        if not is_wanted:
+        has_one = len(self.plan.prompts) == 1
+        if not self.plan.wants_token_ids or (has_one and choice.index):
             return None
         ids = self._prompt_token_ids(choice.index)
-        if len(self.plan.prompts) == 1:
-            return self._chunk(self._part(choice, ""), None, prompt_token_ids=ids)
-        return self._chunk(self._part(choice, "", prompt_token_ids=ids), None)
+        if has_one:
+            return self._chunk(self._part(choice, ""), usage, prompt_token_ids=ids)
+        return self._chunk(self._part(choice, "", prompt_token_ids=ids), usage)
 
     def chunks(self, choice: Choice, tokens: Sequence[Token], usage: Usage | None) -> list[Completion]:
         """Return one chunk for each run of tokens of the same segment."""
@@ -322,7 +341,7 @@ class CompletionDialect(Dialect):
             index=choice.index,
             text="",
             logprobs=None,
-            finish_reason=choice.finish.reason.value,
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
         )
         is_first = choice.index == 0

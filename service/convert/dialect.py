@@ -1,7 +1,7 @@
 """What the endpoints' answers have in common: the parts of which a whole answer and a stream are made."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,28 @@ Whole = ChatCompletion | Completion | GenerateAnswer
 Chunk = ChatChunk | Completion | GenerateAnswer
 
 
+Put = Callable[[Iterator[Any]], Any]
+"""Says how a long list of entries stands in a whole answer: as a list, or as a mark for one."""
+
+
 class Dialect(ABC):
     """How one endpoint writes its answers. A stream's chunks add up to the whole answer."""
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, *, is_split: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, tokenizer: Tokenizer, *, is_split: bool = False, hides_tokens: bool = False
+    ) -> None:
         """Prepare.
 
         Args:
             plan: Of the answer.
             tokenizer: The model's.
             is_split: Whether a parser splits the answer into segments.
+            hides_tokens: Whether some of the tokens are not given out.
         """
         self.plan = plan
         self.tokenizer = tokenizer
         self.is_split = is_split
+        self.hides_tokens = hides_tokens
 
     @abstractmethod
     def choice(
@@ -54,16 +62,23 @@ class Dialect(ABC):
         """Return an empty completion; see :class:`service.convert.choice.Choice`."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> Whole:
+    def whole(
+        self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None, put: Put = list
+    ) -> Whole:
         """Return the whole answer, without the rows themselves.
 
         Args:
             choices: All of them, ended.
             num_rows: Rows per choice, for Arrow's end record.
+            put: How lists of entries stand in it.
         """
 
     @abstractmethod
-    def first_chunk(self, choice: Choice) -> Chunk | None:
+    def finish_reason(self, choice: Choice) -> str:
+        """Return why an ended choice has ended, in the endpoint's words."""
+
+    @abstractmethod
+    def first_chunk(self, choice: Choice, usage: Usage | None) -> Chunk | None:
         """Return what announces a choice in a stream, if anything does."""
 
     @abstractmethod

@@ -1,11 +1,11 @@
 """Tokens in, tokens out: requests to plans, tokens to choices of three modes, rendering and the way back."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from engine.grammar import Grammar
 from engine.stopping import StopChecker
@@ -24,7 +24,6 @@ from schemas.generate import (
     OutputMode,
     ParseContext,
     PromptLogprob,
-    PromptLogprobs,
     RenderedRequest,
     SampledLogprob,
 )
@@ -33,7 +32,7 @@ from schemas.sampling import GenerationFields
 from service.convert.chat import ChatPrompt, MessageDialect, message_of, new_call_id
 from service.convert.choice import Choice, Echo, Token
 from service.convert.completions import DEFAULT_MAX_TOKENS
-from service.convert.dialect import MIN_LOGPROB, generated_events
+from service.convert.dialect import MIN_LOGPROB, Put, generated_events
 from service.convert.plan import Plan, check_fields, check_top_logprobs, choice_seed, plan_answer
 from service.convert.reading import Reading, reading_of
 from service.decode import Nested
@@ -167,15 +166,17 @@ class GenerateDialect(MessageDialect):
             waits_for_text=waits_for_text and is_text,
         )
 
-    def whole(self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None) -> GenerateAnswer:
+    def whole(
+        self, choices: Sequence[Choice], *, num_rows: Sequence[int] | None = None, put: Put = list
+    ) -> GenerateAnswer:
         """Return the whole answer, without the rows themselves."""
         return GenerateAnswer(
             **self._generate_head(),
-            choices=[self._whole_choice(each) for each in choices],
+            choices=[self._whole_choice(each, put) for each in choices],
             usage=self.usage(choices),
             metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
             prompt_token_ids=self._prompt_token_ids(),
-            prompt_logprobs=self._prompt_logprobs(choices[0].tokens, is_first=True),
+            prompt_logprobs=self._prompt_logprobs(choices[0].tokens, put, is_first=True),
             rows=UNSET if num_rows is None else list(num_rows),
         )
 
@@ -188,7 +189,7 @@ class GenerateDialect(MessageDialect):
             "output_mode": self._mode,
         }
 
-    def _whole_choice(self, choice: Choice) -> GenerateChoice:
+    def _whole_choice(self, choice: Choice, put: Put) -> GenerateChoice:
         assert choice.finish is not None
         generated = [token for token in choice.tokens if not token.is_prompt]
         events = generated_events(choice)
@@ -196,33 +197,32 @@ class GenerateDialect(MessageDialect):
             index=choice.index,
             text=choice.content if self._mode == "text" else UNSET,
             message=self._message(choice) if self._mode == "derender" else UNSET,
-            logprobs=self._entries(generated),
-            finish_reason=self._finish_reason(choice),
+            logprobs=self._entries(generated, put),
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
             token_ids=[event.token_id for event in events],
             segments=self._segments(generated),
-            sampling_mask=self._masks(events),
+            sampling_mask=self._masks(events, put),
             token_stats=self._stats(choice),
         )
 
-    def _entries(self, tokens: Sequence[Token]) -> IdLogprobs | ChoiceLogprobs | None:
+    def _entries(self, tokens: Sequence[Token], put: Put = list) -> IdLogprobs | ChoiceLogprobs | None:
         if self._mode != "tokens":
-            return self._logprobs(tokens)
+            return self._logprobs(tokens, put)
         if not self.plan.wants_entries:
             return None
         events = [token.event for token in tokens if token.event is not None]
-        return IdLogprobs(content=[_sampled(event) for event in events])
+        return IdLogprobs(content=put(map(_sampled, events)))
 
-    def _masks(self, events: Sequence[TokenEvent]) -> list[list[int]] | UnsetType:
-        return [event.support or [] for event in events] if self._has_mask else UNSET
+    def _masks(self, events: Sequence[TokenEvent], put: Put = list) -> Any:
+        return put(event.support or [] for event in events) if self._has_mask else UNSET
 
-    def _prompt_logprobs(self, tokens: Sequence[Token], *, is_first: bool) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, tokens: Sequence[Token], put: Put = list, *, is_first: bool) -> Any:
         """Return the entries of prompt tokens; the first token of all has none."""
         if not self.plan.wants_prompt_entries:
             return UNSET
         events = [token.event for token in tokens if token.is_prompt and token.event is not None]
-        entries: PromptLogprobs = [self._prompt_entry(event) for event in events]
-        return [None, *entries] if is_first else entries
+        return put(chain([None] if is_first else [], map(self._prompt_entry, events)))
 
     def _prompt_entry(self, event: TokenEvent) -> dict[str, PromptLogprob]:
         return {
@@ -236,7 +236,7 @@ class GenerateDialect(MessageDialect):
 
     # Streams.
 
-    def first_chunk(self, choice: Choice) -> GenerateAnswer | None:
+    def first_chunk(self, choice: Choice, usage: Usage | None) -> GenerateAnswer | None:
         """Return the chunk with the prompt's ids, if they are wanted; and in derender mode the role."""
         is_first = choice.index == 0
         delta = ChatDelta(role="assistant", content="") if self._mode == "derender" else UNSET
@@ -245,7 +245,7 @@ class GenerateDialect(MessageDialect):
             return None
         return self._generate_chunk(
             GenerateChoice(index=choice.index, text="" if self._mode == "text" else UNSET, delta=delta),
-            None,
+            usage,
             prompt_token_ids=self._prompt_token_ids() if is_first else UNSET,
             prompt_logprobs=[None] if is_first and self.plan.wants_prompt_entries else UNSET,
         )
@@ -283,7 +283,7 @@ class GenerateDialect(MessageDialect):
             index=choice.index,
             text="" if self._mode == "text" else UNSET,
             delta=ChatDelta() if self._mode == "derender" else UNSET,
-            finish_reason=self._finish_reason(choice),
+            finish_reason=self.finish_reason(choice),
             stop_reason=choice.finish.stop_reason,
         )
         metadata = self.plan.metadata(self._stop_sequence_hit(choice)) if choice.index == 0 else UNSET

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.grammar import Grammar
-from engine.types import GenerationRequest, ModelInfo, RowDtype, SamplingParams
+from engine.types import BYTES_PER_VALUE, GenerationRequest, ModelInfo, RowDtype, SamplingParams
 from schemas.logits import LogitsEncoding, Metadata
 from schemas.sampling import GenerationFields
 from service.errors import Problem, ProblemsError, ServiceError
@@ -19,11 +19,11 @@ from service.negotiate import Representation
 from service.settings import Settings
 from service.structured import read_response_format
 
-SELECTED_BYTES_PER_VALUE = 40
-"""Of a selected logit while it is held: a Python float and its place in a list."""
-
 JSON_BYTES_PER_VALUE = 12
 """Of a logit as decimal text, roughly; only for estimates."""
+
+VALUES_PER_ALTERNATIVE = 7
+"""An alternative's string, bytes and logprob as text take as much room as so many logits, roughly."""
 
 ObjectName = Literal["chat.completion", "text_completion", "generate"]
 
@@ -138,12 +138,19 @@ def check_fields(request: GenerationFields, form: Representation, settings: Sett
     ignores_unknown = settings.unknown_fields == "ignore"
     problems += read_response_format(request.response_format, ignore_unknown=ignores_unknown)[1]
     problems += [
-        Problem("invalid_value", "keys are token ids", f"logit_bias.{name[:20]}")
-        for name in request.logit_bias or ()
-        # Python's own digits of other scripts, signs and lower lines are no token ids.
-        if not (name.isascii() and name.isdecimal() and len(name) < 10)
+        Problem("invalid_value", message, f"logit_bias.{name[:20]}")
+        for name, value in (request.logit_bias or {}).items()
+        if (message := _bias_fault(name, value))
     ]
     return problems
+
+
+def _bias_fault(name: str, value: float) -> str:
+    """Return what is wrong with one bias, if anything."""
+    # Python's own digits of other scripts, signs and lower lines are no token ids.
+    if not (name.isascii() and name.isdecimal() and len(name) < 10):
+        return "keys are token ids"
+    return "" if -100 <= value <= 100 else "a bias is from -100 to 100"
 
 
 def check_top_logprobs(num: int | None, cap: int, settings: Settings, name: str) -> list[Problem]:
@@ -173,6 +180,7 @@ def plan_answer(
     *,
     kind: ObjectName,
     max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
     wants_entries: bool,
     num_top_logprobs: int,
     num_prompt_top_logprobs: int | None = None,
@@ -191,6 +199,7 @@ def plan_answer(
         settings: Limits and names.
         kind: The endpoint's object name.
         max_tokens: Tokens of each choice; ``None`` fills the context.
+        max_tokens_name: Of the field that says so.
         wants_entries: Whether a JSON answer has logprobs entries.
         num_top_logprobs: Alternatives of each entry; -1 is all of V.
         num_prompt_top_logprobs: Alternatives of each entry of the prompts' tokens; ``None`` if those have
@@ -212,6 +221,9 @@ def plan_answer(
     # A column without nulls holds rows for all tokens or for none.
     wants_rows = wants_rows or (is_arrow and wants_prompt_rows)
     sampling = _sampling(request, info, settings)
+    if bad := [token_id for token_id, _ in sampling.logit_bias if token_id >= info.vocab_size]:
+        message = f"token id {bad[0]} is not in 0..{info.vocab_size - 1}"
+        raise ProblemsError([Problem("invalid_value", message, f"logit_bias.{bad[0]}")])
     options = request.stream_options if request.stream else None
     plan = Plan(
         id=request_id or f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}",
@@ -243,13 +255,24 @@ def plan_answer(
     # An Arrow answer, or any other stream, has some rows in its outbox only. A JSON answer keeps them all.
     is_stream = is_arrow or bool(request.stream)
     held_bytes = 0
-    if plan.row_dtype is not None:
-        max_tokens = _within_budget(max_tokens, plan, settings, is_arrow=is_arrow, is_stream=is_stream)
-        row_bytes = info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
-        held_bytes = (max_tokens * wants_rows + plan.num_prompt_rows) * row_bytes
-    elif logit_token_ids:
-        max_tokens = _within_column_budget(max_tokens, plan, settings, is_stream=is_stream)
-        held_bytes = max_tokens * len(logit_token_ids) * SELECTED_BYTES_PER_VALUE
+    try:
+        if plan.row_dtype is not None:
+            max_tokens = _within_budget(max_tokens, plan, settings, is_arrow=is_arrow, is_stream=is_stream)
+            row_bytes = info.vocab_size * np.dtype(plan.row_dtype.value).itemsize
+            held_bytes = (max_tokens * wants_rows + plan.num_prompt_rows) * row_bytes
+        elif logit_token_ids:
+            max_tokens = _within_text_budget(
+                max_tokens, len(logit_token_ids), plan, settings, is_stream=is_stream
+            )
+            held_bytes = max_tokens * len(logit_token_ids) * BYTES_PER_VALUE
+        if plan.num_top_logprobs:
+            num = plan.num_top_logprobs
+            max_tokens = _within_text_budget(
+                max_tokens, num * VALUES_PER_ALTERNATIVE, plan, settings, is_stream=is_stream
+            )
+            held_bytes += 2 * max_tokens * num * BYTES_PER_VALUE
+    except ServiceError as error:
+        raise ServiceError(error.code, str(error), max_tokens_name) from error
     if held_bytes:
         if is_stream:
             held_bytes = min(held_bytes, settings.outbox_bytes)
@@ -333,19 +356,20 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _within_column_budget(max_tokens: int | None, plan: Plan, settings: Settings, *, is_stream: bool) -> int:
-    """Return how many tokens may come whose selected columns one JSON answer holds."""
+def _within_text_budget(
+    max_tokens: int | None, num_values: int, plan: Plan, settings: Settings, *, is_stream: bool
+) -> int:
+    """Return how many tokens may come, each with so many numbers, that one JSON answer holds."""
     room = max(plan.info.max_model_len - max(map(len, plan.prompts)), 1)
-    token_bytes = plan.num_choices * len(plan.logit_token_ids) * JSON_BYTES_PER_VALUE
+    token_bytes = plan.num_choices * num_values * JSON_BYTES_PER_VALUE
     cap = max(settings.max_answer_bytes // token_bytes, 1)
     if max_tokens is None:
         return room if is_stream else min(cap, room)
     if max_tokens > cap and not is_stream:
         raise ServiceError(
             "logit_budget_exceeded",
-            f"the selected columns of {max_tokens} tokens would take {max_tokens * token_bytes:,} bytes; "
+            f"the numbers of {max_tokens} tokens would take {max_tokens * token_bytes:,} bytes; "
             f"MAX_ANSWER_BYTES allows {cap} tokens here. Ask for a stream",
-            "max_tokens",
         )
     return max_tokens
 
@@ -378,6 +402,5 @@ def _within_budget(
             "logit_budget_exceeded",
             f"{num_rows} rows would take {num_rows * row_bytes:,} bytes; {name} allows {cap} rows here. "
             + ("Lower max_tokens or n" if name == "MAX_LOGIT_TOKENS" else "Ask for a stream"),
-            "max_tokens",
         )
     return max_tokens

@@ -11,9 +11,9 @@ from engine.engine import Engine
 from schemas.chat import ChatRequest
 from service.answers import answer_for
 from service.convert.chat import ChatDialect, chat_prompt, check_chat, plan_chat
-from service.decode import check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
 from service.negotiate import negotiate
+from service.routes.body import read
 from service.settings import Settings
 from service.structured import compile_answer
 
@@ -26,11 +26,8 @@ async def create_chat_completion(
     settings: NamedDependency[Settings],
 ) -> ASGIApp:
     """Continue a conversation; see OpenAI's API, and this project's contract for rows."""
-    check_content_type(request.headers.get("content-type"))
     form = negotiate(request.headers.get("accept"))
-    chat = decode(ChatRequest, await read_body(request), ignore_unknown=settings.unknown_fields == "ignore")
-    engine.check_ready()
-    check_model(chat.model, settings.served_model_name or engine.info.name)
+    chat = await read(request, ChatRequest, engine, settings)
     check_chat(chat, form, settings)
     prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
     grammar = await compile_answer(engine, prompt.reading, chat.response_format)

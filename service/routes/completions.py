@@ -16,9 +16,9 @@ from service.convert.completions import (
     completion_prompts,
     plan_completion,
 )
-from service.decode import check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
 from service.negotiate import negotiate
+from service.routes.body import read
 from service.settings import Settings
 from service.structured import compile_format
 
@@ -31,12 +31,8 @@ async def create_completion(
     settings: NamedDependency[Settings],
 ) -> ASGIApp:
     """Continue texts or token ids; see OpenAI's legacy API, and this project's contract for rows."""
-    check_content_type(request.headers.get("content-type"))
     form = negotiate(request.headers.get("accept"))
-    ignores = settings.unknown_fields == "ignore"
-    completion = decode(CompletionRequest, await read_body(request), ignore_unknown=ignores)
-    engine.check_ready()
-    check_model(completion.model, settings.served_model_name or engine.info.name)
+    completion = await read(request, CompletionRequest, engine, settings)
     raw_prompts = check_completion(completion, form, settings)
     prompts = await asyncio.to_thread(
         completion_prompts, completion, raw_prompts, engine.tokenizer, engine.info

@@ -31,27 +31,11 @@ from service.convert.generate import (
     rendered_chat,
     rendered_completions,
 )
-from service.decode import Nested, T, check_content_type, check_model, decode, read_body
 from service.metrics import Metrics
 from service.negotiate import Representation, negotiate
+from service.routes.body import read
 from service.settings import Settings
 from service.structured import compile_answer
-
-
-async def _read(
-    request: Request[object, object, State],
-    kind: type[T],
-    engine: Engine,
-    settings: Settings,
-    nested: Nested | None = None,
-) -> T:
-    """Return a request's body; the engine must be ready."""
-    check_content_type(request.headers.get("content-type"))
-    ignores = settings.unknown_fields == "ignore"
-    body = decode(kind, await read_body(request), ignore_unknown=ignores, nested=nested)
-    engine.check_ready()
-    check_model(getattr(body, "model", None), settings.served_model_name or engine.info.name)
-    return body
 
 
 @post("/inference/v1/generate", status_code=200, operation_id="generate")
@@ -63,7 +47,7 @@ async def generate(
 ) -> ASGIApp:
     """Continue token ids; see vLLM's API of the same path."""
     form = negotiate(request.headers.get("accept"))
-    asked = await _read(request, GenerateRequest, engine, settings, SAMPLING_PARAMS)
+    asked = await read(request, GenerateRequest, engine, settings, SAMPLING_PARAMS)
     reading = check_generate(asked, form, engine.info, settings)
     grammar = await compile_answer(engine, reading, asked.response_format)
     plan, requests = plan_generate(asked, form, engine.info, settings, reading=reading, grammar=grammar)
@@ -84,7 +68,7 @@ async def render_chat(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return what to post to ``/inference/v1/generate`` for the answer that the chat would get."""
-    chat = await _read(request, ChatRequest, engine, settings)
+    chat = await read(request, ChatRequest, engine, settings)
     check_chat(chat, Representation.JSON, settings)
     prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
     return _json(rendered_chat(chat, prompt, settings.served_model_name or engine.info.name))
@@ -97,7 +81,7 @@ async def render_completion(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return what to post to ``/inference/v1/generate``, one body per prompt."""
-    asked = await _read(request, CompletionRequest, engine, settings)
+    asked = await read(request, CompletionRequest, engine, settings)
     raw = check_completion(asked, Representation.JSON, settings)
     prompts = await asyncio.to_thread(completion_prompts, asked, raw, engine.tokenizer, engine.info)
     return _json(rendered_completions(asked, prompts, settings.served_model_name or engine.info.name))
@@ -110,7 +94,7 @@ async def derender_chat(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return the chat message that token ids spell."""
-    asked = await _read(request, DerenderRequest, engine, settings)
+    asked = await read(request, DerenderRequest, engine, settings)
     return _json(await asyncio.to_thread(derender, asked, engine.tokenizer, engine.info))
 
 
@@ -121,7 +105,7 @@ async def abort_requests(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """End requests now; their readers get what there is so far, and the finish reason ``abort``."""
-    asked = await _read(request, AbortRequest, engine, settings)
+    asked = await read(request, AbortRequest, engine, settings)
     return _json(AbortAnswer(aborted=engine.abort(asked.request_ids)))
 
 

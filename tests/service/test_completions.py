@@ -102,6 +102,14 @@ def test_a_wrong_prompt_or_number_names_its_place(
     assert (reply.error["code"], reply.error["param"]) == ("invalid_value", param)
 
 
+def test_the_usual_number_of_tokens_is_no_more_than_there_is_room_for(serve: Serve) -> None:
+    reply = complete(serve(max_model_len=10), prompt=[1] * 8)
+    assert reply.json["usage"]["completion_tokens"] == 2
+    reply = complete(serve(max_model_len=10), prompt="x" * 1000)
+    assert reply.status == 413
+    assert "at least" in reply.error["message"]
+
+
 @pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 2}, {"best_of": 0}])
 def test_what_is_not_supported_is_refused(scripted: ServerThread, fields: dict[str, Any]) -> None:
     reply = complete(scripted, **fields)

@@ -386,7 +386,85 @@ def test_an_arrow_stream_names_each_rows_segment(serve: Serve) -> None:
         table = reader.read_all()
     assert table["segment"].to_pylist() == whole["segments"]
     assert table["token_id"].to_pylist() == whole["token_ids"]
-    assert table["finish_reason"].to_pylist() == [*[None] * (len(table) - 1), "stop"]
+    assert table["finish_reason"].to_pylist() == [*[None] * (len(table) - 1), "tool_calls"]
     hidden = server.chat(accept, tools=TOOLS, include_reasoning=False).body
     with pa.ipc.open_stream(io.BytesIO(hidden)) as reader:
         assert "reasoning" not in reader.read_all()["segment"].to_pylist()
+
+
+def arrow_table(body: bytes) -> Any:
+    import io
+
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(io.BytesIO(body)) as reader:
+        return reader.read_all()
+
+
+@pytest.mark.parametrize("max_tokens", range(5, 11))
+def test_the_last_visible_row_has_the_reason_though_hidden_ones_follow(serve: Serve, max_tokens: int) -> None:
+    server = serve(hooked_load(script="ok <think>rrrr</think>."), **PARSERS)
+    accept = {"accept": "application/vnd.apache.arrow.stream"}
+    table = arrow_table(server.chat(accept, include_reasoning=False, max_tokens=max_tokens).body)
+    assert table["finish_reason"].to_pylist() == [*[None] * (len(table) - 1), "length"]
+
+
+def test_the_last_row_of_a_prompt_alone_has_the_reason(server: ServerThread) -> None:
+    accept = {"accept": "application/vnd.apache.arrow.stream"}
+    table = arrow_table(server.chat(accept, return_prompt_logits=True, max_tokens=0).body)
+    assert len(table) > 1
+    assert table["finish_reason"].to_pylist() == [*[None] * (len(table) - 1), "length"]
+
+
+def test_a_stream_of_hidden_tokens_is_kept_alive(serve: Serve) -> None:
+    server = serve(hooked_load(script="<think>" + "r" * 2000 + "</think>."), keep_alive=0.01, **PARSERS)
+    body = streamed(server, include_reasoning=False).body
+    assert b": keep-alive\n\n" in body
+    (choice,) = chat_of(events_of(body)).values()
+    assert choice["message"]["content"] == "."
+
+
+def test_many_entries_come_whole_in_pieces_too(serve: Serve) -> None:
+    server = serve(hooked_load(script="x" * 400))
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "max_tokens": 300, "n": 2}
+    whole, _ = assert_same_chat(server, **fields)
+    assert [len(choice["logprobs"]["content"]) for choice in whole["choices"]] == [300, 300]
+    body = {"prompt": "x" * 300, "echo": True, "logprobs": 5, "max_tokens": 5, "temperature": 0}
+    whole = server.request("POST", "/v1/completions", body).json
+    (choice,) = completion_of(
+        events_of(server.request("POST", "/v1/completions", body | {"stream": True}).body)
+    ).values()
+    assert choice == whole["choices"][0]
+
+
+def test_entries_count_against_what_an_answer_may_hold(serve: Serve) -> None:
+    server = serve(max_answer_bytes=20_000)
+    reply = server.chat(logprobs=True, top_logprobs=20, max_completion_tokens=100)
+    assert (reply.status, reply.error["code"]) == (422, "logit_budget_exceeded")
+    assert reply.error["param"] == "max_completion_tokens"
+    assert server.chat(logprobs=True, top_logprobs=20, max_tokens=5).status == 200
+    assert server.chat(logprobs=True, top_logprobs=20, max_tokens=100, stream=True).status == 200
+
+
+def test_a_deadline_leaves_no_stack_trace(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    import threading
+
+    go_on = threading.Event()
+    server = serve(hooked_load(lambda place, row: go_on.wait(0.5) if place == 1 else None), deadline=0.1)
+    reply = server.chat()
+    go_on.set()
+    assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_counts_on_the_way_are_of_what_was_sent(serve: Serve) -> None:
+    server = serve(hooked_load(script="x" * 100))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events_of(
+        streamed(server, stream_options=options, return_token_ids=True, ignore_eos=True, max_tokens=90).body
+    )
+    num_sent = 0
+    for chunk in chunks:
+        num_sent += sum(len(part.get("token_ids", ())) for part in chunk["choices"])
+        assert chunk["usage"]["completion_tokens"] >= num_sent
+        assert chunk["usage"]["completion_tokens"] - num_sent < 32

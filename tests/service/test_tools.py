@@ -152,3 +152,23 @@ def test_a_request_may_bring_a_template_only_where_that_is_allowed(serve: Serve)
     assert prompt_of(server, chat_template="{{ messages[0].content }}!") == "Say hi.!"
     reply = server.chat(chat_template="{{ messages[0].content")
     assert (reply.status, reply.error["code"]) == (422, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("choice", "code", "param"),
+    [
+        ({"type": "allowed_tools"}, "unsupported_parameter", "tool_choice.type"),
+        ({"type": "function"}, "invalid_value", "tool_choice.function.name"),
+        ("any", "invalid_value", "tool_choice"),
+    ],
+)
+def test_a_choice_of_another_kind_is_refused(
+    scripted: ServerThread, choice: Any, code: str, param: str
+) -> None:
+    reply = scripted.chat(tools=TOOLS, tool_choice=choice)
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (422, code, param)
+
+
+def test_a_misspelt_key_of_a_tool_is_named(scripted: ServerThread) -> None:
+    reply = scripted.chat(tools=[{"type": "function", "function": {"name": "f", "paramters": {}}}])
+    assert (reply.error["code"], reply.error["param"]) == ("unknown_parameter", "tools[0].function.paramters")

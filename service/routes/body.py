@@ -1,0 +1,37 @@
+"""What every route with a body does first."""
+
+import asyncio
+from functools import partial
+
+from litestar import Request
+from litestar.datastructures import State
+
+from engine.engine import Engine
+from service.decode import Nested, T, check_content_type, check_model, decode, read_body
+from service.settings import Settings
+
+QUICK_BYTES = 2**18
+"""A body of this size is read in less than a few milliseconds."""
+
+
+async def read(
+    request: Request[object, object, State],
+    kind: type[T],
+    engine: Engine,
+    settings: Settings,
+    nested: Nested | None = None,
+) -> T:
+    """Return the body of a request for work. A large one is read on a thread.
+
+    Raises:
+        ServiceError: It is no JSON by its content type, or names another model.
+        ProblemsError: It is not what the route takes.
+        EngineError: The engine takes no work.
+    """
+    check_content_type(request.headers.get("content-type"))
+    body = await read_body(request)
+    work = partial(decode, kind, body, ignore_unknown=settings.unknown_fields == "ignore", nested=nested)
+    asked = work() if len(body) <= QUICK_BYTES else await asyncio.to_thread(work)
+    engine.check_ready()
+    check_model(getattr(asked, "model", None), settings.served_model_name or engine.info.name)
+    return asked
