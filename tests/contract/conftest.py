@@ -14,9 +14,7 @@ from tests.serving import ServerThread
 @pytest.fixture(scope="session")
 def replying() -> Iterator[ServerThread]:
     """A server whose scripted model answers what it is asked; see `tests/replies.py`."""
-    settings = Settings(
-        model_name="scripted", port=0, reasoning_parser="<think>,</think>", drain_timeout=5.0
-    )
+    settings = Settings(model_name="scripted", port=0, reasoning_parser="<think>,</think>", drain_timeout=5.0)
     server = ServerThread(settings, replying_load())
     server.start()
     yield server

@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.contract.warnings import ODD_METADATA
+from tests.contract.noise import ODD_METADATA
 from tests.replies import GREETING, MODEL, RESULT, TOOLS
 from tests.serving import ServerThread
 

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.contract.warnings import ODD_METADATA
+from tests.contract.noise import ODD_METADATA
 from tests.replies import GREETING, MODEL, RESULT, TOOLS
 from tests.serving import ServerThread
 
@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.usefixtures("only_this_machine"),
     ODD_METADATA,
     # Its own types; pydantic says so when the first stream needs them.
-    pytest.mark.filterwarnings("ignore:Item '.*' on TypedDict class 'ChatCompletion.* `ReadOnly`:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Item '.*' on TypedDict class 'ChatCompletion.* `ReadOnly`:UserWarning"
+    ),
     # It looks at all attributes of a chunk, the deprecated ones too.
     pytest.mark.filterwarnings("ignore:Accessing the 'model_.*' attribute:DeprecationWarning"),
 ]

@@ -1,4 +1,4 @@
-"""The OpenAI SDK for Node does with this server what it does with OpenAI; `node/client.mjs` is the program."""
+"""The OpenAI SDK for Node does with this server what it does with OpenAI; see `node/client.mjs`."""
 
 import json
 import shutil

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.conftest import Serve
-from tests.contract.warnings import ODD_METADATA
+from tests.contract.noise import ODD_METADATA
 from tests.fakes import hooked_load
 from tests.replies import GREETING, MODEL, RESULT, TOOLS
 from tests.serving import ServerThread
@@ -67,7 +67,11 @@ def test_a_stream_adds_up_to_the_whole_answer(sdk: openai.OpenAI) -> None:
 
 def test_the_helper_for_streams_puts_the_answer_together(sdk: openai.OpenAI) -> None:
     with sdk.chat.completions.stream(
-        model=MODEL, messages=said("Hi."), temperature=0, logprobs=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=said("Hi."),
+        temperature=0,
+        logprobs=True,
+        stream_options={"include_usage": True},
     ) as stream:
         events = list(stream)
         final = stream.get_final_completion()
@@ -297,6 +301,7 @@ def test_models_are_listed_and_found(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_can_never_succeed_is_not_tried_again(
     sdk: openai.OpenAI,
+    *,
     fields: Any,
     kind: type[openai.APIStatusError],
     code: str,
@@ -366,10 +371,7 @@ async def test_the_asynchronous_client_chats_streams_parses_and_calls(replying: 
         ) as helper:
             final = await helper.get_final_completion()
         assert final.choices[0].message.tool_calls is not None
-        completion = await client.completions.create(
-            model=MODEL, prompt="Hi", max_tokens=60, temperature=0
-        )
+        completion = await client.completions.create(model=MODEL, prompt="Hi", max_tokens=60, temperature=0)
         assert completion.choices[0].text == GREETING
         with pytest.raises(openai.UnprocessableEntityError):
             await client.chat.completions.create(model=MODEL, messages=said("Hi."), top_p=2)
-
