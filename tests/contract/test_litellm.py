@@ -1,14 +1,16 @@
 """litellm works on this server as on any that speaks OpenAI's API."""
 
+import inspect
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import openai
 import pydantic
 import pytest
 
-from tests.contract.noise import ODD_METADATA
+from tests.contract.noise import ODD_METADATA, loop_of_its_own
 from tests.replies import GREETING, MODEL, RESULT, TOOLS
 from tests.serving import ServerThread
 
@@ -27,6 +29,12 @@ pytestmark = [
 class Event(pydantic.BaseModel):
     name: str
     days: list[int]
+
+
+@pytest.fixture(autouse=True)
+def no_loop_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if inspect.iscoroutinefunction(request.function) else loop_of_its_own():
+        yield
 
 
 @pytest.fixture

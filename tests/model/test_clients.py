@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from ops.process import ServerProcess
-from tests.contract.noise import ODD_METADATA
+from tests.contract.noise import ODD_METADATA, loop_of_its_own
 from tests.replies import TOOLS
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300), ODD_METADATA]
@@ -137,7 +137,7 @@ def test_litellm_talks_to_it(
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    with loop_of_its_own(), openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = litellm.completion(
             **asked | {"model": f"openai/{asked['model']}"}, client=client, max_tokens=6, temperature=0
         )
