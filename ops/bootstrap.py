@@ -15,10 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "ops" / "constraints.txt"
 STAMP = VENV / "installed"
+# Programs of the tests that talk to the server through Node.
+NODE = ROOT / "tests" / "contract" / "node"
 INPUTS = [
     ROOT / "pyproject.toml",
     ROOT / "clients" / "python" / "pyproject.toml",
     CONSTRAINTS,
+    NODE / "package-lock.json",
     Path(__file__),
 ]
 OLDEST = (3, 11)
@@ -58,6 +61,7 @@ def main() -> int:
         if "venv" in error.cmd:
             print("On Debian and Ubuntu the package python3-venv may be missing.", file=sys.stderr)
         return 1
+    install_node()
     STAMP.write_text(state)
     print("logitwire: .venv is ready", flush=True)
     return 0
@@ -93,6 +97,17 @@ def install(*arguments: str) -> None:
         *arguments,
     ]
     subprocess.run(command, check=True)
+
+
+def install_node() -> None:
+    """Install what the tests that use Node need. Nothing else needs it, so a failure here is none."""
+    npm = shutil.which("npm")
+    if npm is None:
+        print("logitwire: npm is not on this machine; the tests that use Node will be skipped", flush=True)
+        return
+    command = [npm, "ci", "--no-audit", "--no-fund", "--prefix", str(NODE)]
+    if subprocess.run(command, check=False).returncode:
+        print("logitwire: the tests that use Node will fail until this works: %s" % " ".join(command))
 
 
 if __name__ == "__main__":
