@@ -89,7 +89,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "prompt_cache_retention": ("in_memory",),
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's.

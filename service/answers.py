@@ -87,8 +87,13 @@ class GenerationAnswer(ABC):
             EngineError: The request failed before the first byte; the app answers it with its status.
         """
         tasks: list[asyncio.Future[Any]] = []
+        # Only these are ours to cancel: an id that is refused may be another request's.
+        submitted: list[str] = []
         try:
-            outboxes = [self._engine.submit(request) for request in self._requests]
+            outboxes = []
+            for request in self._requests:
+                outboxes.append(self._engine.submit(request))
+                submitted.append(request.request_id)
             writing = asyncio.ensure_future(self._write(outboxes, send))
             leaving = asyncio.ensure_future(_disconnected(receive))
             stalling = asyncio.ensure_future(self._stalled())
@@ -111,8 +116,8 @@ class GenerationAnswer(ABC):
             raise
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
-            for request in self._requests:
-                self._engine.cancel(request.request_id)
+            for request_id in submitted:
+                self._engine.cancel(request_id)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

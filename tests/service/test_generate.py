@@ -1,0 +1,283 @@
+"""Tokens in, tokens out; rendering and the way back; ending requests early."""
+
+import io
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.conftest import Serve
+from tests.fakes import hooked_load
+from tests.serving import Reply, ServerThread
+from tests.streams import events_of
+
+PROMPT = list(b"Say:")
+EOS = 258
+
+
+def generate(server: ServerThread, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+    body = {"token_ids": PROMPT, "sampling_params": {"temperature": 0}, **fields}
+    return server.request("POST", "/inference/v1/generate", body, headers)
+
+
+def choice_of(reply: Reply) -> Any:
+    assert reply.status == 200, reply.body
+    (choice,) = reply.json["choices"]
+    return choice
+
+
+def test_ids_come_back_and_fill_the_context_if_no_number_is_given(scripted: ServerThread) -> None:
+    reply = generate(scripted)
+    choice = choice_of(reply)
+    assert choice["token_ids"] == [*b"Hello from the scripted model.", EOS]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
+    assert "text" not in choice
+    assert "message" not in choice
+    assert reply.json["output_mode"] == "tokens"
+    assert reply.json["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert len(choice_of(generate(scripted, sampling_params={"ignore_eos": True}))["token_ids"]) == 4092
+
+
+def test_fields_may_stand_inside_the_sampling_params_or_beside(scripted: ServerThread) -> None:
+    inside = generate(scripted, sampling_params={"temperature": 0, "max_tokens": 3, "return_logits": True})
+    beside = generate(scripted, max_tokens=3, return_logits=True)
+    assert choice_of(inside) == choice_of(beside)
+    assert choice_of(inside)["logits"]["shape"] == [3, 512]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"token_ids": []}, "invalid_value", "token_ids"),
+        ({"token_ids": None}, "invalid_value", "token_ids"),
+        ({"token_ids": [1, -1]}, "invalid_value", "token_ids[1]"),
+        ({"token_ids": [1, 512]}, "invalid_value", "token_ids[1]"),
+        ({"sampling_params": 5}, "invalid_value", "sampling_params"),
+        ({"sampling_params": {"temperature": -1}}, "invalid_value", "sampling_params.temperature"),
+        ({"sampling_params": {"temprature": 1}}, "unknown_parameter", "sampling_params.temprature"),
+        ({"sampling_params": {"bad_words": ["x"]}}, "unsupported_parameter", "sampling_params.bad_words"),
+        ({"sampling_params": {"token_ids": [1]}}, "invalid_value", "sampling_params.token_ids"),
+        ({"sampling_params": {"seed": 1}, "seed": 1}, "invalid_value", "sampling_params.seed"),
+        ({"sampling_params.temperature": 1}, "unknown_parameter", "sampling_params.temperature"),
+        ({"features": {}}, "unsupported_parameter", "features"),
+        ({"kv_transfer_params": {}}, "unsupported_parameter", "kv_transfer_params"),
+        ({"output_mode": "words"}, "invalid_value", "output_mode"),
+        ({"logprobs": 21}, "invalid_value", "logprobs"),
+        ({"logprobs": 1, "logprob_token_ids": [1]}, "invalid_value", "logprob_token_ids"),
+        ({"logprob_token_ids": [512]}, "invalid_value", "logprob_token_ids[0]"),
+        ({"output_mode": "text", "detokenize": False}, "invalid_value", "detokenize"),
+        ({"parse_context": {}}, "invalid_value", "parse_context"),
+        ({"output_mode": "derender", "parse_context": {"x": 1}}, "unknown_parameter", "parse_context.x"),
+        (
+            {"output_mode": "derender", "parse_context": {"reasoning": ["a", "ab"]}},
+            "invalid_value",
+            "parse_context.reasoning",
+        ),
+        ({"request_id": "no spaces"}, "invalid_value", "request_id"),
+    ],
+)
+def test_a_wrong_field_is_named(scripted: ServerThread, fields: Any, code: str, param: str) -> None:
+    reply = generate(scripted, **fields)
+    assert reply.status == 422, reply.body
+    assert (reply.error["code"], reply.error["param"]) == (code, param)
+
+
+def test_the_sampled_token_comes_first_then_the_best_with_their_ranks(scripted: ServerThread) -> None:
+    entries = choice_of(generate(scripted, logprobs=2, max_tokens=3))["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == list(b"Hel")
+    for entry in entries:
+        first, *others = entry["top_logprobs"]
+        assert {name: entry[name] for name in first} == first
+        assert (first["rank"], [each["rank"] for each in others]) == (1, [2])
+    # A token that is not among the best comes beside all of them.
+    biased = generate(scripted, logprobs=2, max_tokens=1, logit_bias={"0": 100})
+    (entry,) = choice_of(biased)["logprobs"]["content"]
+    assert [each["token_id"] for each in entry["top_logprobs"]][:2] == [0, ord("H")]
+    assert len(entry["top_logprobs"]) == 3
+    assert entry["rank"] > 2
+    assert (
+        choice_of(generate(scripted, logprobs=0, max_tokens=1))["logprobs"]["content"][0]["top_logprobs"]
+        == []
+    )
+
+
+def test_named_ids_have_their_logprobs(scripted: ServerThread) -> None:
+    reply = generate(
+        scripted, logprob_token_ids=[5, 7], max_tokens=1, return_logits=True, logits_encoding="json"
+    )
+    choice = choice_of(reply)
+    row = np.array(choice["logits"]["data"][0])
+    wanted = row - np.log(np.exp(row).sum())
+    (entry,) = choice["logprobs"]["content"]
+    assert [each["token_id"] for each in entry["top_logprobs"]] == [ord("H"), 5, 7]
+    assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(
+        wanted[[ord("H"), 5, 7]], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("k", [0, 3, -1])
+def test_the_prompt_has_logprobs_too(serve: Serve, k: int) -> None:
+    server = serve(max_top_logprobs=-1)
+    for is_stream in (False, True):
+        reply = generate(server, prompt_logprobs=k, max_tokens=1, stream=is_stream)
+        assert reply.status == 200, reply.body
+        if is_stream:
+            found = [each for chunk in events_of(reply.body) for each in chunk.get("prompt_logprobs", ())]
+        else:
+            found = reply.json["prompt_logprobs"]
+        assert len(found) == len(PROMPT)
+        assert found[0] is None
+        for token_id, entry in zip(PROMPT[1:], found[1:], strict=True):
+            own = entry[str(token_id)]
+            assert own["decoded_token"] == chr(token_id)
+            assert len(entry) == 512 if k < 0 else k <= len(entry) <= k + 1
+            better = sum(each["logprob"] > own["logprob"] for each in entry.values())
+            assert own["rank"] > better if k >= 0 else own["rank"] == better + 1
+
+
+def test_the_mask_has_what_the_filters_left(scripted: ServerThread) -> None:
+    params = {"temperature": 1, "top_k": 4, "seed": 1}
+    choice = choice_of(generate(scripted, sampling_params=params, return_sampling_mask=True, max_tokens=5))
+    assert [len(mask) for mask in choice["sampling_mask"]] == [4] * 5
+    assert all(
+        token_id in mask for token_id, mask in zip(choice["token_ids"], choice["sampling_mask"], strict=True)
+    )
+    greedy = choice_of(generate(scripted, return_sampling_mask=True, max_tokens=2))
+    assert greedy["sampling_mask"] == [[ord("H")], [ord("e")]]
+
+
+def test_text_is_cut_at_a_stop_and_the_ids_are_not(scripted: ServerThread) -> None:
+    fields: dict[str, Any] = {"stop": ["from"], "logprobs": 1}
+    text = choice_of(generate(scripted, output_mode="text", **fields))
+    assert (text["text"], text["stop_reason"]) == ("Hello ", "from")
+    assert bytes(text["token_ids"]) == b"Hello from"
+    assert [entry["token"] for entry in text["logprobs"]["content"]][:2] == ["H", "e"]
+    tokens = choice_of(generate(scripted, **fields))
+    assert tokens["token_ids"] == text["token_ids"]
+
+
+SCRIPT = '<think>\nSo.</think>ok\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "b"}}]
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"tools": TOOLS, "logprobs": True, "top_logprobs": 2, "return_logits": True, "return_token_ids": True},
+    {"tools": TOOLS, "include_reasoning": False, "logprobs": True, "return_token_ids": True},
+    {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "seed": 1, "temperature": 1},
+    {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "b"}},
+        "max_completion_tokens": 99,
+    },
+    {"stop": ["o.<"], "stop_token_ids": [5], "include_stop_str_in_output": True, "token_stats": True},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": [1, 2]}}}},
+    {"n": 3, "seed": 7, "temperature": 1, "max_tokens": 9, "logprobs": True, "logit_bias": {"65": 3}},
+]
+
+
+def comparable(choice: dict[str, Any]) -> dict[str, Any]:
+    for call in choice["message"].get("tool_calls", ()):
+        call["id"] = ""
+    return choice
+
+
+@pytest.mark.parametrize("fields", CHATS)
+def test_render_and_generate_give_what_the_chat_gives(serve: Serve, fields: dict[str, Any]) -> None:
+    server = serve(hooked_load(script=SCRIPT), reasoning_parser="<think>,</think>")
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}
+    direct = server.request("POST", "/v1/chat/completions", body)
+    rendered = server.request("POST", "/v1/chat/completions/render", body)
+    assert direct.status == rendered.status == 200, rendered.body
+    assert rendered.json["output_mode"] == "derender"
+    generated = server.request("POST", "/inference/v1/generate", rendered.json)
+    assert generated.status == 200, generated.body
+    assert generated.json["usage"] == direct.json["usage"]
+    for own, wanted in zip(generated.json["choices"], direct.json["choices"], strict=True):
+        ids = own["token_ids"]
+        if "token_ids" not in wanted:
+            del own["token_ids"]
+        assert comparable(own) == comparable(wanted)
+        if fields.get("include_reasoning", True):
+            derendered = server.request(
+                "POST",
+                "/v1/chat/completions/derender",
+                {"token_ids": ids, "parse_context": rendered.json["parse_context"]},
+            )
+            assert derendered.status == 200, derendered.body
+            assert comparable(derendered.json)["message"] == wanted["message"]
+            if wanted["finish_reason"] != "length":
+                assert derendered.json["finish_reason"] == wanted["finish_reason"]
+
+
+def test_a_derendered_stream_adds_up(serve: Serve) -> None:
+    server = serve(hooked_load(script=SCRIPT), reasoning_parser="<think>,</think>")
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+        "tools": TOOLS,
+        "logprobs": True,
+    }
+    rendered = server.request("POST", "/v1/chat/completions/render", body | {"stream": True}).json
+    whole = choice_of(server.request("POST", "/inference/v1/generate", rendered | {"stream": False}))
+    chunks = events_of(server.request("POST", "/inference/v1/generate", rendered).body)
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    assert [token_id for part in parts for token_id in part["token_ids"]] == whole["token_ids"]
+    assert "".join(part["delta"].get("content", "") for part in parts) == whole["message"]["content"]
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["tool_calls"]
+
+
+def test_completions_render_to_one_body_a_prompt(scripted: ServerThread) -> None:
+    body = {"prompt": ["ab", "c"], "seed": 3, "temperature": 1, "n": 2, "logprobs": 1, "stop": ["q"]}
+    direct = scripted.request("POST", "/v1/completions", body).json
+    rendered = scripted.request("POST", "/v1/completions/render", body).json
+    assert [each["token_ids"] for each in rendered] == [list(b"ab"), list(b"c")]
+    texts = []
+    for each in rendered:
+        answer = scripted.request("POST", "/inference/v1/generate", each)
+        assert answer.status == 200, answer.body
+        texts += [choice["text"] for choice in answer.json["choices"]]
+    assert texts == [choice["text"] for choice in direct["choices"]]
+    reply = scripted.request("POST", "/v1/completions/render", body | {"echo": True})
+    assert (reply.status, reply.error["param"]) == (422, "echo")
+
+
+def test_rows_come_as_arrow_here_too(scripted: ServerThread) -> None:
+    accept = {"accept": "application/vnd.apache.arrow.stream"}
+    reply = generate(scripted, accept, max_tokens=3)
+    with pa.ipc.open_stream(io.BytesIO(reply.body)) as reader:
+        *batches, last = reader.iter_batches_with_custom_metadata()
+    end = json.loads(last.custom_metadata[b"logitwire.end"])
+    assert end["rows"] == [3]
+    assert end["choices"][0]["token_ids"] == list(b"Hel")
+    assert sum(batch.batch.num_rows for batch in batches) == 3
+
+
+def test_a_request_that_is_aborted_keeps_what_it_has(serve: Serve) -> None:
+    is_running, go_on = threading.Event(), threading.Event()
+
+    def hook(place: int, row: Any) -> None:
+        if place == 3:
+            is_running.set()
+            go_on.wait(10)
+
+    server = serve(hooked_load(hook, script="a🚀bcdefgh"))
+    replies: list[Reply] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(generate(server, request_id="mine-1", output_mode="text"))
+    )
+    thread.start()
+    assert is_running.wait(10)
+    twice = generate(server, request_id="mine-1")
+    assert (twice.status, twice.error["param"]) == (422, "request_id")
+    reply = server.request("POST", "/abort_requests", {"request_ids": ["mine-1", "none"]})
+    assert reply.json == {"aborted": ["mine-1"]}
+    go_on.set()
+    thread.join(10)
+    choice = choice_of(replies[0])
+    assert choice["finish_reason"] == "abort"
+    assert choice["token_ids"] == [*"a🚀".encode()][: len(choice["token_ids"])]
+    assert choice["text"].startswith("a")
+    assert replies[0].json["request_id"] == "mine-1"
+    assert choice_of(generate(server, request_id="mine-1"))["finish_reason"] == "stop"
