@@ -47,6 +47,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """A second context for the same tokens, to compare the two models of them that the contexts make.
+
+    Attributes:
+        token_ids: The second context, and behind it the tokens that the request's prompt has from its
+            ``prompt_start`` on.
+        start: Where those tokens begin.
+        temperature: By which both rows are divided before they are compared; positive.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue.
 
@@ -68,8 +84,14 @@ class GenerationRequest:
         num_top_logprobs: Ask also for that many best alternatives; needs ``logprobs``.
         token_stats: Ask for the statistics of every row; brings the logprob along.
         logit_token_ids: Ask for these columns of every row.
-        prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
+        prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens, in this dtype.
         prompt_logprobs: Ask for the logprobs of those tokens, and ``num_top_logprobs`` alternatives.
+        prompt_start: The first of those tokens, at least 1; what stands before is context only.
+        prompt_columns: Ask for these columns of those rows, one list a row, in place of ``logit_token_ids``.
+        next_row: Ask also for the row behind the last token; only with ``max_tokens`` 0. Its event has the
+            token id -1, the logprob 0 and the rank 0.
+        contrast: Ask for the divergence of those rows from the rows of a second context. Nothing else comes,
+            and only with ``max_tokens`` 0.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
         grammar: What the completion obeys. It ends where that has ended, ``ignore_eos`` or not.
         grammar_after: The grammar starts behind this text in the completion; ``None`` starts it at once.
@@ -94,6 +116,10 @@ class GenerationRequest:
     logit_token_ids: tuple[int, ...] = ()
     prompt_row_dtype: RowDtype | None = None
     prompt_logprobs: bool = False
+    prompt_start: int = 1
+    prompt_columns: tuple[tuple[int, ...], ...] = ()
+    next_row: bool = False
+    contrast: Contrast | None = None
     held_bytes: int = 0
     grammar: Grammar | None = None
     grammar_after: str | None = None
@@ -125,6 +151,32 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far two distributions of one token are apart; p is the request's own context, q the contrast.
+
+    Attributes:
+        jsd: Jensen-Shannon divergence, in nats.
+        kl_pq, kl_qp: Kullback-Leibler divergences, in nats; infinite where one has no support.
+        tvd: Total variation distance, 0 to 1.
+        entropy_p, entropy_q: In nats.
+        logprob_p, logprob_q: Of the token, in the raw rows, before any temperature.
+    """
+
+    jsd: float
+    kl_pq: float
+    kl_qp: float
+    tvd: float
+    entropy_p: float
+    entropy_q: float
+    logprob_p: float
+    logprob_q: float
+
+
+TOP_BYTES = 80
+"""Of one alternative while it is held: a Python int, a float, and their places in two lists."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One generated token; or, before those, one token of the prompt with the row that predicts it.
 
@@ -138,6 +190,7 @@ class TokenEvent:
         stats: Of that row; if asked for.
         selected: float32 (k,), read-only: the row at the ids asked for.
         is_prompt: Whether it is a token of the prompt.
+        divergence: Of the two contexts' rows, if the request compares two.
     """
 
     token_id: int
@@ -148,6 +201,7 @@ class TokenEvent:
     stats: TokenStats | None = None
     selected: NDArray[np.float32] | None = None
     is_prompt: bool = False
+    divergence: Divergence | None = None
 
     @property
     def text(self) -> str:
@@ -157,7 +211,9 @@ class TokenEvent:
     @property
     def num_bytes(self) -> int:
         """Bytes that this event holds in an outbox, without the small parts."""
-        return 0 if self.row is None else self.row.nbytes
+        num_bytes = 0 if self.row is None else self.row.nbytes
+        num_bytes += 0 if self.selected is None else self.selected.nbytes
+        return num_bytes + (0 if self.top_logprobs is None else TOP_BYTES * len(self.top_logprobs.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

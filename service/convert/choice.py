@@ -158,7 +158,7 @@ class Choice:
                     tokens += self._decided(self._segmenter.finish(), 0)
                 continue
             self.num_rows += event.row is not None
-            self.num_row_bytes += event.num_bytes
+            self.num_row_bytes += 0 if event.row is None else event.row.nbytes
             if event.is_prompt:
                 tokens.append(self._prompt_event(event))
                 continue
