@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 
 from engine.config import EngineConfig
 from engine.errors import (
@@ -172,7 +173,8 @@ class Engine:
         """Queue a request; returns where its events will come. Always pair with :meth:`cancel`.
 
         Raises:
-            InvalidRequestError: The prompt is empty, or an id is not in the vocabulary.
+            InvalidRequestError: The prompt is empty, an id is not in the vocabulary, or two contexts were to
+                be compared and only one can run at once.
             ContextLengthError: Prompt and completion do not fit the context.
             QueueFullError: As many requests wait as may wait.
             LoadingError, ShuttingDownError, EngineDeadError: As :meth:`check_ready`.
@@ -235,6 +237,8 @@ class Engine:
             "stop_token_ids": request.stop_token_ids,
             "logit_token_ids": request.logit_token_ids,
             "logprob_token_ids": request.logprob_token_ids,
+            "prompt_columns": chain.from_iterable(request.prompt_columns),
+            "contrast": () if request.contrast is None else request.contrast.token_ids,
             "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),
         }
         for name, ids in ids_by_name.items():
@@ -245,6 +249,14 @@ class Engine:
         needed = 1 if request.max_tokens is None else request.max_tokens
         if num_prompt_tokens + needed > max_model_len:
             raise ContextLengthError(num_prompt_tokens, request.max_tokens, max_model_len)
+        contrast = request.contrast
+        if contrast is None:
+            return
+        assert contrast.token_ids[contrast.start :] == request.prompt_token_ids[request.prompt_start :]
+        if len(contrast.token_ids) > max_model_len:
+            raise ContextLengthError(len(contrast.token_ids), None, max_model_len)
+        if self.config.max_batch_size < 2:
+            raise InvalidRequestError("needs two sequences at once, and MAX_BATCH_SIZE is 1")
 
     # The worker thread.
 

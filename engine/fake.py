@@ -65,7 +65,7 @@ class ScriptedRunner:
         self.dtype = str(dtype).removeprefix("torch.")
         self.device = torch.device("cpu")
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         """Remember where the prompt ends; see :class:`engine.runner.Runner`."""
         self._num_prompt.setdefault(sequence_id, len(token_ids))
         self._num_run[sequence_id] = 0
@@ -82,11 +82,18 @@ class ScriptedRunner:
             self._num_run[chunk.sequence_id] += len(chunk.token_ids)
         return torch.stack(rows)
 
-    def forward_all(self, chunk: Chunk) -> Tensor:
-        """Return arbitrary rows for the prompt, and the script's first one behind it."""
-        num = len(chunk.token_ids)
-        rows = [self._pool[(place + 1) % ROWS_IN_POOL] for place in range(num - 1)]
-        return torch.stack([*rows, self.forward([chunk])[0]])
+    def forward_rows(self, chunks: Sequence[Chunk], keep: Sequence[int]) -> list[Tensor]:
+        """Return arbitrary rows for the prompts, and the script's first one behind each."""
+        starts = [self._num_run[chunk.sequence_id] for chunk in chunks]
+        last = self.forward(chunks)
+        rows = []
+        for chunk, num, start, behind in zip(chunks, keep, starts, last, strict=True):
+            end = start + len(chunk.token_ids)
+            # Wherever a chunk ends, the row behind a place is the same.
+            places = range(end - num, end if end < self._num_prompt[chunk.sequence_id] else end - 1)
+            pooled = [self._pool[(place + 1) % ROWS_IN_POOL] for place in places]
+            rows.append(torch.stack([*pooled, behind][:num]))
+        return rows
 
     def close(self, sequence_id: int) -> None:
         """Forget where a sequence was, but not where its prompt ends: it may have to start again."""

@@ -44,13 +44,14 @@ class Runner(Protocol):
     device: torch.device
     is_batched: bool
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         """Make a place for a sequence that is going to run these tokens.
 
         Args:
             sequence_id: A new one.
             token_ids: At least one.
-            may_reuse: Whether to start from what other sequences have run.
+            max_reused: How many of the first tokens may come from what other sequences have run; ``None`` is
+                all but the last.
 
         Returns:
             How many of the first tokens need not be run, since their keys and values are known; always fewer
@@ -72,11 +73,19 @@ class Runner(Protocol):
         """
         ...
 
-    def forward_all(self, chunk: Chunk) -> Tensor:
-        """Run more tokens of one sequence, like :meth:`forward`.
+    def forward_rows(self, chunks: Sequence[Chunk], keep: Sequence[int]) -> list[Tensor]:
+        """Run more tokens of one or several sequences, like :meth:`forward`, and return several rows of each.
+
+        Args:
+            chunks: What to run.
+            keep: How many rows of each chunk are wanted, 1 to its number of tokens.
 
         Returns:
-            (T, V), on device: row i is the raw distribution behind token i of the chunk.
+            (keep, V) of each chunk, on device: the raw distributions behind its last tokens. They may share
+            memory; none of it is used again here.
+
+        Raises:
+            CacheFullError: As :meth:`forward`.
         """
         ...
 
@@ -131,7 +140,7 @@ class OneAtATimeRunner:
         self.vocab_size = row.shape[-1]
         self.dtype = str(row.dtype).removeprefix("torch.")
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         """Give a sequence an empty cache; see :class:`Runner`."""
         self._caches[sequence_id] = DynamicCache(config=self._config)
         return 0
@@ -140,9 +149,9 @@ class OneAtATimeRunner:
         """Run one sequence after the other; see :class:`Runner`."""
         return torch.cat([self._run(chunk, keep=1) for chunk in chunks])
 
-    def forward_all(self, chunk: Chunk) -> Tensor:
-        """Run one sequence, and keep all rows; see :class:`Runner`."""
-        return self._run(chunk, keep=len(chunk.token_ids))
+    def forward_rows(self, chunks: Sequence[Chunk], keep: Sequence[int]) -> list[Tensor]:
+        """Run one sequence after the other, and keep several rows of each; see :class:`Runner`."""
+        return [self._run(chunk, keep=num) for chunk, num in zip(chunks, keep, strict=True)]
 
     def _run(self, chunk: Chunk, *, keep: int) -> Tensor:
         """Run one sequence; return the last rows (keep, V)."""
@@ -212,10 +221,12 @@ class SlotRunner:
 
     # Places.
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         """Take a slot, with as many known tokens as can be found; see :class:`Runner`."""
         self._shrink_for(len(self._place) + 1, len(token_ids))
-        source, common = self._best_prefix(token_ids) if may_reuse else (None, 0)
+        # The last token is always run, since its row is wanted.
+        limit = len(token_ids) - 1 if max_reused is None else min(max_reused, len(token_ids) - 1)
+        source, common = self._best_prefix(token_ids[:limit])
         target = self._free_slot(len(token_ids), source, common)
         slot = self._slots[target]
         if source is not None and source != target:
@@ -236,8 +247,7 @@ class SlotRunner:
         """Return the slot that shares the longest beginning, and its length."""
         source, common = None, 0
         for place, slot in enumerate(self._slots):
-            # The last token is always run, since its row is wanted.
-            shared = common_prefix(slot.token_ids, token_ids[:-1])
+            shared = common_prefix(slot.token_ids, token_ids)
             if shared > common:
                 source, common = place, shared
         return source, common
@@ -328,9 +338,11 @@ class SlotRunner:
         """Run all chunks in one pass; see :class:`Runner`."""
         return self._run(chunks, keep=1)[:, 0]
 
-    def forward_all(self, chunk: Chunk) -> Tensor:
-        """Run one chunk, and keep all rows; see :class:`Runner`."""
-        return self._run([chunk], keep=len(chunk.token_ids))[0]
+    def forward_rows(self, chunks: Sequence[Chunk], keep: Sequence[int]) -> list[Tensor]:
+        """Run all chunks in one pass, and keep several rows of each; see :class:`Runner`."""
+        # The head runs at the same columns of every row of the pass.
+        rows = self._run(chunks, keep=max(keep))
+        return [each[-num:] for each, num in zip(rows, keep, strict=True)]
 
     def _run(self, chunks: Sequence[Chunk], *, keep: int) -> Tensor:
         """Run all chunks in one pass; return the last rows of each, (n, keep, V)."""

@@ -183,6 +183,18 @@ def raw_logprobs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
+def rows_fault(rows: Tensor, dtype: RowDtype | None) -> ModelFaultError | None:
+    """Return what makes one of several raw rows (n, V) unservable, if anything; see :func:`row_fault`."""
+    highest = rows.amax(-1)
+    is_narrowed = dtype is RowDtype.FLOAT16 and rows.dtype != torch.float16
+    is_good = highest.isfinite()
+    if is_narrowed:
+        is_good &= (highest <= MAX_FLOAT16) & (rows.amin(-1) >= -MAX_FLOAT16)
+    # Minus infinity is legal, so those that look bad are looked at again.
+    faults = (row_fault(rows[place], dtype) for place in torch.nonzero(~is_good)[:, 0].tolist())
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def row_fault(row: Tensor, dtype: RowDtype | None) -> ModelFaultError | None:
     """Return what makes a raw row unservable, if anything.
 

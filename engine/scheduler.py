@@ -38,7 +38,10 @@ class Scheduler:
 
     def next_to_admit(self) -> Sequence | None:
         """Return the sequence whose turn it is, if there is one and a place for it."""
-        return self.waiting[0] if self.waiting and len(self.running) < self._max_batch_size else None
+        if not self.waiting:
+            return None
+        num_places = sum(len(each.contexts) for each in self.running) + len(self.waiting[0].contexts)
+        return self.waiting[0] if num_places <= self._max_batch_size else None
 
     def admit(self) -> None:
         """Let the sequence whose turn it is run."""

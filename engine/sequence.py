@@ -1,7 +1,7 @@
 """One prompt and its completion inside the engine: state of the worker thread, never shared."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,9 @@ class Sequence:
         num_cached: How many prompt tokens an earlier sequence had run.
         grammar: Where the completion is in its grammar, if it has one; making way does not change that.
         paused_since: When its outbox was first found full; ``None`` while it has room.
+        contrast: The second context, if the request has one. It goes wherever this one goes; the scheduler
+            knows only this one.
+        leader: The one whose contrast this is.
     """
 
     sequence_id: int
@@ -42,6 +45,13 @@ class Sequence:
     max_batch_size: int = 0
     paused_since: float | None = None
     grammar: GrammarState | None = None
+    contrast: "Sequence | None" = None
+    leader: "Sequence | None" = None
+
+    @property
+    def contexts(self) -> "tuple[Sequence, ...]":
+        """It and its contrast, if there is one."""
+        return (self,) if self.contrast is None else (self, self.contrast)
 
     @property
     def num_left(self) -> int:
@@ -51,15 +61,54 @@ class Sequence:
     @property
     def wants_prompt_rows(self) -> bool:
         """Tell whether rows of the prompt, or numbers from them, are still to be delivered."""
-        num_rows = len(self.request.prompt_token_ids) - 1
-        is_asked = self.request.prompt_row_dtype is not None or self.request.prompt_logprobs
+        request = self.request
+        num_rows = len(request.prompt_token_ids) - request.prompt_start + request.next_row
+        is_asked = request.prompt_row_dtype is not None or request.prompt_logprobs
+        is_asked = is_asked or request.contrast is not None
         return is_asked and self.num_prompt_rows < num_rows
+
+    @property
+    def next_row_place(self) -> int:
+        """The first token behind which a row is wanted; all before it may come from a cache."""
+        return self.request.prompt_start - 1 + self.num_prompt_rows
+
+    @property
+    def num_context_left(self) -> int:
+        """Tokens to run before the first one whose row is wanted."""
+        return max(0, self.next_row_place - self.num_run)
+
+    @property
+    def num_rows_left(self) -> int:
+        """Tokens of the prompt whose rows are still to be run, the last one's included if it has a use."""
+        request = self.request
+        has_use = request.next_row or request.max_tokens != 0
+        return len(request.prompt_token_ids) - self.next_row_place - (not has_use)
 
     @property
     def forbidden(self) -> frozenset[int]:
         """Ids that must not come next, since it is too early to end."""
         num_completion = len(self.token_ids) - len(self.request.prompt_token_ids)
         return self.stop_ids if num_completion < self.request.min_tokens else frozenset()
+
+    def made_contrast(self, sequence_id: int) -> "Sequence | None":
+        """Return the sequence of the second context, if the request has one."""
+        contrast = self.request.contrast
+        if contrast is None:
+            return None
+        request = replace(
+            self.request,
+            prompt_token_ids=contrast.token_ids,
+            prompt_start=contrast.start,
+            prompt_logprobs=True,
+            contrast=None,
+        )
+        return replace(
+            self,
+            sequence_id=sequence_id,
+            request=request,
+            token_ids=list(contrast.token_ids),
+            leader=self,
+        )
 
     def timings(self) -> Timings:
         """Return where the time went, up to now."""

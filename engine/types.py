@@ -51,6 +51,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """A second context for the same tokens, to compare the two models of them that the contexts make.
+
+    Attributes:
+        token_ids: The second context, and behind it the tokens that the request's prompt has from its
+            ``prompt_start`` on.
+        start: Where those tokens begin.
+        temperature: By which both rows are divided before they are compared; positive.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue.
 
@@ -75,8 +91,14 @@ class GenerationRequest:
         sampling_support: Ask for the ids that bias, penalties and filters left to be drawn.
         token_stats: Ask for the statistics of every row; brings the logprob along.
         logit_token_ids: Ask for these columns of every row.
-        prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens 1 to P-1, in this dtype.
+        prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens, in this dtype.
         prompt_logprobs: Ask for the logprobs of those tokens, and ``num_prompt_top_logprobs`` alternatives.
+        prompt_start: The first of those tokens, at least 1; what stands before is context only.
+        prompt_columns: Ask for these columns of those rows, one list a row, in place of ``logit_token_ids``.
+        next_row: Ask also for the row behind the last token; only with ``max_tokens`` 0. Its event has the
+            token id -1, the logprob 0 and the rank 0.
+        contrast: Ask for the divergence of those rows from the rows of a second context. Nothing else comes,
+            and only with ``max_tokens`` 0.
         held_bytes: Bytes of rows that the request may hold at once, until it is cancelled.
         grammar: What the completion obeys. It ends where that has ended, ``ignore_eos`` or not.
         grammar_after: The grammar starts behind this text in the completion; ``None`` starts it at once.
@@ -105,6 +127,10 @@ class GenerationRequest:
     prompt_row_dtype: RowDtype | None = None
     prompt_logprobs: bool = False
     num_prompt_top_logprobs: int = 0
+    prompt_start: int = 1
+    prompt_columns: tuple[tuple[int, ...], ...] = ()
+    next_row: bool = False
+    contrast: Contrast | None = None
     held_bytes: int = 0
     grammar: Grammar | None = None
     grammar_after: str | None = None
@@ -136,6 +162,32 @@ class TokenStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far two distributions of one token are apart; p is the request's own context, q the contrast.
+
+    Attributes:
+        jsd: Jensen-Shannon divergence, in nats.
+        kl_pq, kl_qp: Kullback-Leibler divergences, in nats; infinite where one has no support.
+        tvd: Total variation distance, 0 to 1.
+        entropy_p, entropy_q: In nats.
+        logprob_p, logprob_q: Of the token, in the raw rows, before any temperature.
+    """
+
+    jsd: float
+    kl_pq: float
+    kl_qp: float
+    tvd: float
+    entropy_p: float
+    entropy_q: float
+    logprob_p: float
+    logprob_q: float
+
+
+TOP_BYTES = 2 * BYTES_PER_VALUE
+"""Of one alternative while it is held: an id and a logprob."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One generated token; or, before those, one token of the prompt with the row that predicts it.
 
@@ -152,6 +204,7 @@ class TokenEvent:
         rank: One more than the number of larger logits in that row; if asked for.
         id_logprobs: Of the ids asked for, in their order, from the same log-softmax.
         support: The ids among which the token was drawn; if asked for.
+        divergence: Of the two contexts' rows, if the request compares two.
     """
 
     token_id: int
@@ -165,6 +218,7 @@ class TokenEvent:
     rank: int | None = None
     id_logprobs: TopLogprobs | None = None
     support: list[int] | None = None
+    divergence: Divergence | None = None
 
     @property
     def text(self) -> str:
@@ -174,12 +228,11 @@ class TokenEvent:
     @property
     def num_bytes(self) -> int:
         """Bytes that this event holds in an outbox, without the small parts."""
-        num_values = len(self.support or ())
+        num_bytes = BYTES_PER_VALUE * len(self.support or ())
         for tops in (self.top_logprobs, self.id_logprobs):
-            num_values += 0 if tops is None else 2 * len(tops.token_ids)
+            num_bytes += 0 if tops is None else TOP_BYTES * len(tops.token_ids)
         arrays = (self.row, self.selected)
-        num_bytes = sum(each.nbytes for each in arrays if each is not None)
-        return num_bytes + BYTES_PER_VALUE * num_values
+        return num_bytes + sum(each.nbytes for each in arrays if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -33,6 +33,7 @@ from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
 from engine.sampling import SampledRow, row_fault, sample
 from engine.scheduler import Scheduler
+from engine.scoring import Unit, next_scores, score_events
 from engine.sequence import Sequence
 from engine.stopping import StopChecker, Stopped
 from engine.tokenizer import Tokenizer
@@ -71,8 +72,9 @@ Delivery = list[tuple[Outbox, list[Event]]]
 POLL_S = 0.01
 """How often a full cache is looked at while every running sequence is paused."""
 
-PROMPT_ROWS = 64
-"""Rows of a prompt that exist at once; a long prompt's would not fit."""
+CONTRAST_REMEDY = (
+    "the KV cache does not hold two contexts of this length at once; raise KV_CACHE_BYTES or shorten them"
+)
 
 SHARED_PREFIX_SHARE = 0.5
 """A sequence waits for another one's prefill, if that is going to run this much of its own prompt."""
@@ -108,6 +110,7 @@ class Worker:
         self._next_sequence_id = 0
         self._is_stopping = False
         self._has_failed = False
+        self._has_scored = False
 
     def run(self) -> None:
         """Serve until a :class:`engine.inbox.Stop`; whatever else ends it fails every request."""
@@ -207,7 +210,8 @@ class Worker:
             submitted_at=command.submitted_at,
             token_ids=list(request.prompt_token_ids),
         )
-        self._next_sequence_id += 1
+        sequence.contrast = sequence.made_contrast(self._next_sequence_id + 1)
+        self._next_sequence_id += 2
         if request.grammar is not None:
             sequence.grammar = request.grammar.start(request.grammar_after)
         self._scheduler.add(sequence)
@@ -217,8 +221,7 @@ class Worker:
     def _finish_empty(self, sequence: Sequence) -> None:
         """End a sequence that was to generate nothing."""
         self._leave(sequence)
-        finish = Finish(FinishReason.LENGTH, None, sequence.timings(), sequence.num_cached)
-        self._deliver([(sequence.outbox, [finish])])
+        self._deliver([(sequence.outbox, [_empty_finish(sequence)])])
 
     def _end_early(self, sequence: Sequence) -> None:
         """End a sequence whose reader wants what there is so far."""
@@ -233,18 +236,24 @@ class Worker:
             if not self._has_row_budget(sequence) or self._shares_a_running_prefill(sequence):
                 return
             try:
-                # Rows that are wanted must be run, whoever has run them before.
-                sequence.num_run = self._model.runner.open(
-                    sequence.sequence_id, sequence.token_ids, may_reuse=not sequence.wants_prompt_rows
-                )
+                for each in sequence.contexts:
+                    # Rows that are wanted must be run, whoever has run them before.
+                    each.num_run = self._model.runner.open(
+                        each.sequence_id,
+                        each.token_ids,
+                        max_reused=each.next_row_place if sequence.wants_prompt_rows else None,
+                    )
             except CacheFullError:
+                self._model.runner.close(sequence.sequence_id)
+                if sequence.contrast is not None and not self._scheduler.running:
+                    self._fail(sequence, OutOfMemoryError(CONTRAST_REMEDY))
                 return
             self._scheduler.admit()
             self._inbox.left_queue()
             self._held_bytes[sequence.request.request_id] = sequence.request.held_bytes
             if not sequence.admitted_at:
                 sequence.admitted_at = time.perf_counter()
-                sequence.num_cached = sequence.num_run
+                sequence.num_cached = sum(each.num_run for each in sequence.contexts)
 
     def _has_row_budget(self, sequence: Sequence) -> bool:
         """Tell whether the rows that a sequence may hold fit beside those that others may hold."""
@@ -255,14 +264,16 @@ class Worker:
 
     def _shares_a_running_prefill(self, sequence: Sequence) -> bool:
         """Tell whether a running sequence is about to run a good part of this one's prompt."""
-        if not self._model.runner.is_batched or sequence.wants_prompt_rows:
+        if not self._model.runner.is_batched:
             return False
         prompt = sequence.token_ids
+        if sequence.wants_prompt_rows:
+            prompt = prompt[: sequence.next_row_place]
         return any(
             each.num_left > 1
             and each.paused_since is None
             and common_prefix(each.token_ids, prompt)
-            >= max(each.num_run + 1, SHARED_PREFIX_SHARE * len(prompt))
+            >= max(each.num_run + 1, SHARED_PREFIX_SHARE * len(sequence.token_ids))
             for each in self._scheduler.running
         )
 
@@ -297,35 +308,30 @@ class Worker:
 
     def _forward(self, ready: list[Sequence]) -> list[tuple[Sequence, Tensor]]:
         """Run the step's passes; return the rows (V,) of all sequences that have no token left to run."""
-        decoding = [(each, 1) for each in ready if each.num_left == 1]
-        prefilling = [each for each in ready if each.num_left > 1]
+        scoring = [each for each in ready if each.wants_prompt_rows]
+        decoding = [(each, 1) for each in ready if each.num_left == 1 and each not in scoring]
+        prefilling = [each for each in ready if each.num_left > 1 and each not in scoring]
         rows = self._run(decoding)
-        rows += self._run(
-            self._scheduler.next_chunks([each for each in prefilling if not each.wants_prompt_rows])
-        )
-        for sequence in [each for each in prefilling if each.wants_prompt_rows][:1]:
-            rows += self._run_prompt_rows(sequence)
-        return rows
+        # They take turns, so that running rows wait for one chunk of prompts at most, whatever it is for.
+        self._has_scored = bool(scoring) and not (prefilling and self._has_scored)
+        if self._has_scored:
+            return rows + self._score(scoring)
+        return rows + self._run(self._scheduler.next_chunks(prefilling))
 
     def _run(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, Tensor]]:
         """Run so many tokens of each sequence; return the rows (V,) of those that have none left."""
         # An earlier pass of this step may have made some of them leave, or make way.
-        chunks = [chunk for chunk in chunks if chunk[0] in self._scheduler.running]
+        chunks = [chunk for chunk in chunks if _leader(chunk[0]) in self._scheduler.running]
         if not chunks:
             return []
         if not self._model.runner.is_batched and len(chunks) > 1:
             return [row for chunk in chunks for row in self._run([chunk])]
         try:
-            logits = self._model.runner.forward(
-                [
-                    Chunk(each.sequence_id, each.token_ids[each.num_run : each.num_run + num])
-                    for each, num in chunks
-                ]
-            )  # (n, V)
+            logits = self._model.runner.forward([_chunk(each, num) for each, num in chunks])  # (n, V)
         except CacheFullError:
-            # The youngest is run again later, from its tokens. The others go on now: were they to wait for
-            # the next turn, it would be admitted again before the cache has grown.
-            self._preempt(self._scheduler.running[-1])
+            # The others go on now: were they to wait for the next turn, the youngest would be admitted again
+            # before the cache has grown.
+            self._make_way()
             return self._run(chunks)
         except Exception as error:
             return self._survivors(chunks, error)
@@ -337,62 +343,98 @@ class Worker:
             if not sequence.num_left
         ]
 
-    def _run_prompt_rows(self, sequence: Sequence) -> list[tuple[Sequence, Tensor]]:
-        """Run a chunk of a prompt whose rows are wanted, and deliver those; return the row behind its end."""
-        if sequence not in self._scheduler.running:
+    def _score(self, sequences: list[Sequence]) -> list[tuple[Sequence, Tensor]]:
+        """Run rows of prompts and deliver them; return the rows (V,) behind those prompts that ended."""
+        # An earlier pass of this step may have made some of them leave, or make way.
+        sequences = [each for each in sequences if each in self._scheduler.running]
+        if not sequences:
             return []
-        num = min(sequence.num_left, self._config.prefill_chunk, PROMPT_ROWS)
-        start, token_ids = sequence.num_run, sequence.token_ids
-        try:
-            logits = self._model.runner.forward_all(
-                Chunk(sequence.sequence_id, token_ids[start : start + num])
-            )  # (T, V)
-        except CacheFullError:
-            self._preempt(self._scheduler.running[-1])
-            return self._run_prompt_rows(sequence)
-        except Exception as error:
-            return self._survivors([(sequence, num)], error)
-        sequence.num_run += num
-        # Row i predicts token start + i + 1. A sequence that had to make way has delivered the first ones.
-        num_prompt = len(sequence.request.prompt_token_ids)
-        places = range(max(start, sequence.num_prompt_rows), min(start + num, num_prompt - 1))
-        wanted = [logits[place - start] for place in places]
-        request = replace(
-            sequence.request,
-            row_dtype=sequence.request.prompt_row_dtype,
-            logprobs=True,
-            num_top_logprobs=sequence.request.num_prompt_top_logprobs,
+        units = next_scores(
+            sequences,
+            max_tokens=self._config.prefill_chunk,
+            vocab_size=self._model.runner.vocab_size,
+            outbox_bytes=self._config.outbox_bytes,
         )
-        for row in wanted:
-            if fault := row_fault(row, request.row_dtype):
-                self._fail(sequence, fault)
-                return []
-        if wanted:
-            ids = [token_ids[place + 1] for place in places]
-            extracts = Extracts(torch.stack(wanted), ids, [request] * len(ids))
-            events: list[Event] = [
-                TokenEvent(
-                    token_id,
-                    (),
-                    extracts.logprobs.get(place),
-                    extracts.top_logprobs.get(place),
-                    row=extracts.rows.get(place),
-                    stats=extracts.stats.get(place),
-                    selected=extracts.selected.get(place),
-                    is_prompt=True,
-                    rank=extracts.ranks.get(place),
-                    id_logprobs=extracts.id_logprobs.get(place),
+        if units[0][0].keep:
+            return self._run_units(units)
+        return self._run([(chunk.sequence, chunk.num) for unit in units for chunk in unit])
+
+    def _run_units(self, units: list[Unit]) -> list[tuple[Sequence, Tensor]]:
+        """Run rows of prompts in one pass; deliver them, and return the rows behind the prompts' ends."""
+        units = [unit for unit in units if _leader(unit[0].sequence) in self._scheduler.running]
+        if not units:
+            return []
+        chunks = [chunk for unit in units for chunk in unit]
+        try:
+            tensors = iter(
+                self._model.runner.forward_rows(
+                    [_chunk(each.sequence, each.num) for each in chunks], [each.keep for each in chunks]
                 )
-                for place, token_id in enumerate(ids)
-            ]
-            sequence.num_prompt_rows += len(events)
-            sequence.outbox.count(sum(each.num_bytes for each in events if isinstance(each, TokenEvent)))
-            self._deliver([(sequence.outbox, events)])
+            )  # (keep, V) each
+        except CacheFullError:
+            self._make_way()
+            return self._run_units(units)
+        except Exception as error:
+            failure = self._as_engine_error(error)
+            if isinstance(failure, OutOfMemoryError) or len(units) == 1:
+                self._fail(units[-1][0].sequence, failure)
+                return []
+            # A pass that failed has left the cache as it was, so each can be tried alone.
+            return [row for unit in units for row in self._run_units([unit])]
+        for each in chunks:
+            each.sequence.num_run += each.num
+        return self._deliver_scores([(unit[0].sequence, [next(tensors) for _ in unit]) for unit in units])
+
+    def _deliver_scores(self, scored: list[tuple[Sequence, list[Tensor]]]) -> list[tuple[Sequence, Tensor]]:
+        """Deliver rows (T, V) of prompts; return the rows (V,) behind the prompts' ends."""
+        delivery: Delivery = []
+        behind = []
+        num_rows = sum(len(rows) for _, rows in scored)
+        for sequence, rows in scored:
+            sequence.max_batch_size = max(sequence.max_batch_size, num_rows)
+            try:
+                events, last = self._scored(sequence, rows)
+            except Exception as error:
+                self._fail(sequence, self._as_engine_error(error))
+                continue
+            if events:
+                delivery.append((sequence.outbox, events))
+            if last is not None:
+                behind.append((sequence, last))
+        self._deliver(delivery)
+        if delivery and not behind and not self._has_failed:
+            self._on_step(None)
+        return behind
+
+    def _scored(self, sequence: Sequence, rows: list[Tensor]) -> tuple[list[Event], Tensor | None]:
+        """Return the events of a prompt's next rows (T, V), and the row (V,) behind its end if that is there.
+
+        A sequence that was to generate nothing ends with its last row.
+        """
+        num_prompt = len(sequence.request.prompt_token_ids)
+        num = len(rows[0])
+        is_last_for_choice = not sequence.request.next_row and sequence.next_row_place + num == num_prompt
+        events: list[Event] = []
+        if num > is_last_for_choice:
+            events += score_events(sequence, [each[: num - is_last_for_choice] for each in rows])
+        for each in sequence.contexts:
+            each.num_prompt_rows += len(events)
+        sequence.outbox.count(sum(each.num_bytes for each in events if isinstance(each, TokenEvent)))
         if sequence.request.max_tokens == 0:
             if not sequence.wants_prompt_rows:
-                self._finish_empty(sequence)
-            return []
-        return [] if sequence.num_left else [(sequence, logits[-1])]
+                sequence.prefilled_at = time.perf_counter()
+                self._leave(sequence)
+                events.append(_empty_finish(sequence))
+            return events, None
+        return events, rows[0][-1] if is_last_for_choice else None
+
+    def _make_way(self) -> None:
+        """Let the youngest run again later, from its tokens, since the cache has no room for all."""
+        youngest = self._scheduler.running[-1]
+        if len(self._scheduler.running) == 1 and youngest.contrast is not None:
+            self._fail(youngest, OutOfMemoryError(CONTRAST_REMEDY))
+        else:
+            self._preempt(youngest)
 
     def _survivors(
         self, chunks: list[tuple[Sequence, int]], error: Exception
@@ -512,8 +554,9 @@ class Worker:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Let a running sequence make way; what it has run may be lost."""
-        self._model.runner.close(sequence.sequence_id)
-        sequence.num_run = 0
+        for each in sequence.contexts:
+            self._model.runner.close(each.sequence_id)
+            each.num_run = 0
         self._scheduler.preempt(sequence)
         self._inbox.rejoined_queue()
 
@@ -540,10 +583,12 @@ class Worker:
         """Free what a sequence holds."""
         if not self._scheduler.remove(sequence):
             self._inbox.left_queue()
-        self._model.runner.close(sequence.sequence_id)
+        for each in sequence.contexts:
+            self._model.runner.close(each.sequence_id)
 
     def _fail(self, sequence: Sequence, failure: EngineError) -> None:
-        """End one sequence with a failure."""
+        """End one sequence, or the one whose second context it is, with a failure."""
+        sequence = _leader(sequence)
         logger.warning(
             "sequence failed",
             exc_info=failure.__cause__,
@@ -581,6 +626,21 @@ class Worker:
         """Hand a step's events to the event loop, in one call for the whole batch."""
         if delivery:
             self._on_loop(partial(_deliver_all, delivery))
+
+
+def _leader(sequence: Sequence) -> Sequence:
+    """Return the sequence that the scheduler knows."""
+    return sequence.leader or sequence
+
+
+def _chunk(sequence: Sequence, num: int) -> Chunk:
+    """Return the next tokens of a sequence."""
+    return Chunk(sequence.sequence_id, sequence.token_ids[sequence.num_run : sequence.num_run + num])
+
+
+def _empty_finish(sequence: Sequence) -> Finish:
+    """Return the end of a sequence that was to generate nothing."""
+    return Finish(FinishReason.LENGTH, None, sequence.timings(), sequence.num_cached)
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine import worker as worker_module
+from engine import scoring
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.fake import byte_tokenizer
 from engine.loading import embedded_checkpoint, model_of
 from engine.tokenizer import Tokenizer
 from engine.types import Finish, GenerationRequest, ModelInfo, RowDtype, SamplingParams, TokenEvent
-from tests.model.tiny import ARCHITECTURES, tiny_model
+from tests.model.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -127,7 +127,7 @@ def test_rows_are_raw_under_any_sampling(architecture: str) -> None:
 def test_prompt_rows_are_those_of_a_plain_forward_pass(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "PROMPT_ROWS", 7)
+    monkeypatch.setattr(scoring, "MAX_ROW_BYTES", 7 * 4 * VOCAB_SIZE)
     model = tiny_model(architecture)
     prompt = list(b"A prompt of several chunks, all of whose rows are wanted.")
     wanted = replace(request("a", prompt, 3), prompt_row_dtype=RowDtype.FLOAT32)
