@@ -17,6 +17,7 @@ from service.routes.chat import create_chat_completion
 from service.routes.completions import create_completion
 from service.routes.health import health, metrics, ready, version
 from service.routes.models import list_models, retrieve_model
+from service.routes.tokenize import detokenize_prompt, get_tokenizer_info, tokenize_prompt
 from service.settings import Settings
 from service.telemetry import RequestLog
 
@@ -37,6 +38,9 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
             create_completion,
             list_models,
             retrieve_model,
+            tokenize_prompt,
+            detokenize_prompt,
+            get_tokenizer_info,
             health,
             ready,
             metrics,

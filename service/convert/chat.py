@@ -151,11 +151,23 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    request: ChatRequest, tokenizer: Tokenizer, max_model_len: int, settings: Settings
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    settings: Settings,
+    *,
+    add_special_tokens: bool = False,
 ) -> ChatPrompt:
     """Return the prompt, and how its answer is to be read.
 
     Takes long for long prompts: not for the event loop.
+
+    Args:
+        request: The conversation.
+        tokenizer: The model's.
+        max_model_len: Tokens beyond which a prompt is refused.
+        settings: What the server allows, and which parsers it has.
+        add_special_tokens: Add what the tokenizer puts around a text to what the template has written.
 
     Raises:
         InvalidRequestError: The chat template refuses the messages.
@@ -197,7 +209,7 @@ def chat_prompt(
             is_single_call=request.parallel_tool_calls is False,
         )
     return ChatPrompt(
-        tokenizer.encode(text),
+        tokenizer.encode(text, add_special_tokens=add_special_tokens),
         splitting,
         _forced(request, tools, functions),
         reasoning.closing if reasoning is not None and in_reasoning else None,
