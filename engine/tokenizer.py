@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +50,50 @@ _TEMPLATE_ERRORS = (
 
 # Checkpoints add names such as <tool_call> and do not always call them special.
 _MARKER = re.compile(r"<\S+>|\[\S+\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedToken:
+    """A token beside the learnt vocabulary, and how it is found in a text.
+
+    Attributes:
+        content: Its text.
+        single_word: Whether it is found as a whole word only.
+        lstrip: Whether it swallows blanks before it.
+        rstrip: Whether it swallows blanks behind it.
+        normalized: Whether it is looked for in the normalised text.
+        special: Whether it marks structure.
+    """
+
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """What kind of tokenizer a checkpoint has.
+
+    Attributes:
+        class_name: Of the Transformers class.
+        bos_token: Text of the start token.
+        eos_token: Text of the end token.
+        unk_token: Text of the token for what the vocabulary does not know.
+        pad_token: Text of the padding token.
+        chat_template: Jinja text; the default one, if there are several.
+        added_tokens: By id.
+    """
+
+    class_name: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    added_tokens: Mapping[int, AddedToken]
 
 
 class Tokenizer:
@@ -170,6 +215,30 @@ class Tokenizer:
             return "\n".join(template.values())
         return template or ""
 
+    def facts(self) -> TokenizerFacts:
+        """Return what kind of tokenizer this is."""
+        tokenizer = self._tokenizer
+        template = tokenizer.chat_template
+        return TokenizerFacts(
+            class_name=type(tokenizer).__name__,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            unk_token=tokenizer.unk_token,
+            pad_token=tokenizer.pad_token,
+            chat_template=template.get("default") if isinstance(template, dict) else template,
+            added_tokens={
+                token_id: AddedToken(
+                    content=token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=token.special,
+                )
+                for token_id, token in tokenizer.added_tokens_decoder.items()
+            },
+        )
+
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that is spelt exactly so, if there is one."""
         return self._special_ids.get(text)
@@ -208,6 +277,10 @@ class Tokenizer:
         if rest := detokenizer.flush():
             texts[-1] += rest
         return texts
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return how the vocabulary spells each token; ids without a token have an empty piece."""
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the token's own UTF-8 bytes, which may be a fragment of a character.

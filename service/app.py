@@ -24,6 +24,7 @@ from service.routes.generate import (
 )
 from service.routes.health import health, metrics, ready, version
 from service.routes.models import list_models, retrieve_model
+from service.routes.tokenize import detokenize_prompt, get_tokenizer_info, tokenize_prompt
 from service.settings import Settings
 from service.telemetry import RequestLog
 
@@ -49,6 +50,9 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
             abort_requests,
             list_models,
             retrieve_model,
+            tokenize_prompt,
+            detokenize_prompt,
+            get_tokenizer_info,
             health,
             ready,
             metrics,

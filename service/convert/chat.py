@@ -150,11 +150,23 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    request: ChatRequest, tokenizer: Tokenizer, max_model_len: int, settings: Settings
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    settings: Settings,
+    *,
+    add_special_tokens: bool = False,
 ) -> ChatPrompt:
     """Return the prompt, and how its answer is to be read.
 
     Takes long for long prompts: not for the event loop.
+
+    Args:
+        request: The conversation.
+        tokenizer: The model's.
+        max_model_len: Tokens beyond which a prompt is refused.
+        settings: What the server allows, and which parsers it has.
+        add_special_tokens: Add what the tokenizer puts around a text to what the template has written.
 
     Raises:
         InvalidRequestError: The chat template refuses the messages.
@@ -197,7 +209,7 @@ def chat_prompt(
         is_many=request.parallel_tool_calls is not False,
         hides_reasoning=request.include_reasoning is False,
     )
-    token_ids = tokenizer.encode(text)
+    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise InvalidRequestError("the chat template makes an empty prompt of these messages", "messages")
     return ChatPrompt(token_ids, reading)
