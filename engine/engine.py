@@ -237,6 +237,7 @@ class Engine:
             "stop_token_ids": request.stop_token_ids,
             "logit_token_ids": request.logit_token_ids,
             "logprob_token_ids": request.logprob_token_ids,
+            "prompt_logprob_token_ids": chain.from_iterable(request.prompt_logprob_token_ids),
             "prompt_columns": chain.from_iterable(request.prompt_columns),
             "contrast": () if request.contrast is None else request.contrast.token_ids,
             "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),

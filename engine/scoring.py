@@ -136,6 +136,9 @@ def score_events(sequence: Sequence, rows: List[Tensor]) -> list[TokenEvent]:
     )
     columns = request.prompt_columns[sequence.num_prompt_rows :][:num]
     requests = [replace(asked, logit_token_ids=each) for each in columns] or [asked] * num
+    named = request.prompt_logprob_token_ids[sequence.num_prompt_rows :][:num]
+    if named:
+        requests = [replace(each, logprob_token_ids=ids) for each, ids in zip(requests, named, strict=True)]
     step = max(1, EXTRACT_BYTES // (4 * rows[0].shape[-1]))
     parts = [slice(start, start + step) for start in range(0, num, step)]
     return list(

@@ -94,6 +94,7 @@ class GenerationRequest:
         prompt_row_dtype: Ask for the raw rows that predict the prompt's tokens, in this dtype.
         prompt_logprobs: Ask for the logprobs of those tokens, and ``num_prompt_top_logprobs`` alternatives.
         prompt_start: The first of those tokens, at least 1; what stands before is context only.
+        prompt_logprob_token_ids: Ask for the logprobs of these ids in those rows, one list a row.
         prompt_columns: Ask for these columns of those rows, one list a row, in place of ``logit_token_ids``.
         next_row: Ask also for the row behind the last token; only with ``max_tokens`` 0. Its event has the
             token id -1, the logprob 0 and the rank 0.
@@ -128,6 +129,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     num_prompt_top_logprobs: int = 0
     prompt_start: int = 1
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_columns: tuple[tuple[int, ...], ...] = ()
     next_row: bool = False
     contrast: Contrast | None = None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from schemas.base import StopString, TokenId, WireRequest, WireResponse
+from schemas.base import Count, StopString, TokenId, WireRequest, WireResponse
 from schemas.chat import AssistantMessage, ChatDelta, ChoiceLogprobs
 from schemas.chat import FinishReason as ChatFinishReason
 from schemas.logits import LogitsBlock, Metadata, SelectedLogits, TokenStatsBlock, Usage
@@ -52,6 +52,8 @@ class ParseContext(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """The body of ``POST /inference/v1/generate``.
 
+    ``prompt_logprob_token_ids`` has one list per prompt token behind ``prompt_logprob_start``; -1 fills up.
+
     All but ``token_ids``, ``request_id``, ``output_mode``, ``stream``, ``stream_options`` and
     ``parse_context`` may stand inside ``sampling_params`` or beside it.
     """
@@ -63,6 +65,8 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=-1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     logprob_token_ids: list[TokenId] | None = None
+    prompt_logprob_token_ids: list[list[Annotated[int, Meta(ge=-1, le=2**31 - 1)]]] | None = None
+    prompt_logprob_start: Count | None = None
     return_sampling_mask: bool | None = None
     detokenize: bool | None = None
 
@@ -131,6 +135,8 @@ class GenerateAnswer(WireResponse, frozen=True, kw_only=True):
     metadata: Metadata | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | Raw | UnsetType = UNSET
+    prompt_token_id_logprobs: str | UnsetType = UNSET
+    """A float32 array (rows, columns) as a ``.npy`` file in base64; what was -1 is -inf."""
     prompt_logits: LogitsBlock | UnsetType = UNSET
     rows: list[int] | UnsetType = UNSET
 

@@ -1,11 +1,14 @@
 """Tokens in, tokens out: requests to plans, tokens to choices of three modes, rendering and the way back."""
 
+import base64
+import io
 from collections.abc import Sequence
 from itertools import chain, groupby
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+import numpy as np
+from msgspec import UNSET, UnsetType
 
 from engine.grammar import Grammar
 from engine.stopping import StopChecker
@@ -78,11 +81,32 @@ def check_generate(
         problems.append(Problem("invalid_value", f"contradicts output_mode {mode}", "detokenize"))
     if mode != "tokens" and request.logprob_token_ids:
         problems.append(Problem("invalid_value", "needs output_mode tokens", "logprob_token_ids"))
+    problems += _candidate_problems(request, info)
     if request.logprob_token_ids and request.logprobs is not None:
         problems.append(Problem("invalid_value", "come in place of logprobs", "logprob_token_ids"))
     if problems:
         raise ProblemsError(problems)
     return reading_of(request.parse_context)
+
+
+def _candidate_problems(request: GenerateRequest, info: ModelInfo) -> list[Problem]:
+    """Return what is wrong with the candidates of the prompt's tokens."""
+    name, start = "prompt_logprob_token_ids", request.prompt_logprob_start
+    if request.prompt_logprob_token_ids is None:
+        return [] if start is None else [Problem("invalid_value", f"needs {name}", "prompt_logprob_start")]
+    problems = []
+    num_rows = len(request.token_ids) - 1 - (start or 0)
+    if len(request.prompt_logprob_token_ids) != num_rows or num_rows < 1:
+        message = f"expected {max(num_rows, 0)} lists, one per prompt token behind prompt_logprob_start"
+        problems.append(Problem("invalid_value", message, name))
+    for place, ids in enumerate(request.prompt_logprob_token_ids):
+        if found := _id_problems(f"{name}[{place}]", ids, info):
+            problems += found
+            break
+    for other in ("prompt_logprobs", "return_prompt_logits", "stream"):
+        if getattr(request, other) not in (None, False):
+            problems.append(Problem("invalid_value", f"is not given beside {name}", other))
+    return problems
 
 
 def _id_problems(name: str, ids: Sequence[int], info: ModelInfo) -> list[Problem]:
@@ -128,8 +152,23 @@ def plan_generate(
             "ranks": has_entries or request.prompt_logprobs is not None,
             "logprob_token_ids": ids,
             "sampling_support": bool(request.return_sampling_mask),
+            **_candidates_of(request),
         },
     )
+
+
+def _candidates_of(request: GenerateRequest) -> dict[str, Any]:
+    """Return what the engine must know to score candidates of the prompt's tokens."""
+    if request.prompt_logprob_token_ids is None:
+        return {}
+    return {
+        "prompt_logprobs": True,
+        "prompt_start": (request.prompt_logprob_start or 0) + 1,
+        # What fills up is left out here, and put back in the answer.
+        "prompt_logprob_token_ids": tuple(
+            tuple(each for each in ids if each >= 0) for ids in request.prompt_logprob_token_ids
+        ),
+    }
 
 
 # Answers.
@@ -138,21 +177,19 @@ def plan_generate(
 class GenerateDialect(MessageDialect):
     """Ids, and with them nothing, a text, or a chat message."""
 
-    def __init__(
-        self, plan: Plan, tokenizer: Tokenizer, reading: Reading, mode: OutputMode, *, has_mask: bool
-    ) -> None:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, reading: Reading, request: GenerateRequest) -> None:
         """Prepare.
 
         Args:
             plan: Of the answer.
             tokenizer: The model's.
             reading: How a message is read; neutral in the other modes.
-            mode: What comes beside the ids.
-            has_mask: Whether each token comes with the ids among which it was drawn.
+            request: Says what comes beside the ids.
         """
         super().__init__(plan, tokenizer, reading)
-        self._mode = mode
-        self._has_mask = has_mask
+        self._mode: OutputMode = request.output_mode or "tokens"
+        self._has_mask = bool(request.return_sampling_mask)
+        self._candidates = request.prompt_logprob_token_ids
 
     def choice(
         self, index: int, *, keeps_tokens: bool = True, keeps_rows: bool = False, waits_for_text: bool = True
@@ -177,6 +214,7 @@ class GenerateDialect(MessageDialect):
             metadata=self.plan.metadata(self._stop_sequence_hit(choices[0])),
             prompt_token_ids=self._prompt_token_ids(),
             prompt_logprobs=self._prompt_logprobs(choices[0].tokens, put, is_first=True),
+            prompt_token_id_logprobs=self._candidate_scores(choices[0]),
             rows=UNSET if num_rows is None else list(num_rows),
         )
 
@@ -223,6 +261,19 @@ class GenerateDialect(MessageDialect):
             return UNSET
         events = [token.event for token in tokens if token.is_prompt and token.event is not None]
         return put(chain([None] if is_first else [], map(self._prompt_entry, events)))
+
+    def _candidate_scores(self, choice: Choice) -> str | UnsetType:
+        """Return the scores of the prompt's candidates as a file of numpy's, if they are wanted."""
+        if self._candidates is None:
+            return UNSET
+        scores = np.full((len(self._candidates), max(map(len, self._candidates))), -np.inf, np.float32)
+        events = [token.event for token in choice.tokens if token.is_prompt and token.event is not None]
+        for row, ids, event in zip(scores, self._candidates, events, strict=True):
+            if event.id_logprobs is not None:
+                row[: len(ids)][np.asarray(ids) >= 0] = event.id_logprobs.logprobs
+        file = io.BytesIO()
+        np.save(file, scores)
+        return base64.b64encode(file.getvalue()).decode()
 
     def _prompt_entry(self, event: TokenEvent) -> dict[str, PromptLogprob]:
         return {

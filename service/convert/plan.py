@@ -302,7 +302,6 @@ def plan_answer(
         held_bytes=held_bytes,
         grammar=grammar,
         grammar_after=grammar_after if grammar is not None else None,
-        **others,
     )
     if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
         message = f"more than the {max_tokens} tokens that may come at most"
@@ -310,6 +309,7 @@ def plan_answer(
     return plan, [
         replace(
             first,
+            **others,
             request_id=f"{plan.id}-{choice}",
             prompt_token_ids=plan.prompt_of(choice),
             seed=choice_seed(

@@ -51,13 +51,7 @@ async def generate(
     reading = check_generate(asked, form, engine.info, settings)
     grammar = await compile_answer(engine, reading, asked.response_format)
     plan, requests = plan_generate(asked, form, engine.info, settings, reading=reading, grammar=grammar)
-    dialect = GenerateDialect(
-        plan,
-        engine.tokenizer,
-        reading,
-        asked.output_mode or "tokens",
-        has_mask=bool(asked.return_sampling_mask),
-    )
+    dialect = GenerateDialect(plan, engine.tokenizer, reading, asked)
     return answer_for(form, is_stream=bool(asked.stream))(engine, metrics, dialect, requests)
 
 

@@ -1,5 +1,6 @@
 """Tokens in, tokens out; rendering and the way back; ending requests early."""
 
+import base64
 import io
 import json
 import threading
@@ -136,6 +137,46 @@ def test_the_prompt_has_logprobs_too(serve: Serve, k: int) -> None:
             assert len(entry) == 512 if k < 0 else k <= len(entry) <= k + 1
             better = sum(each["logprob"] > own["logprob"] for each in entry.values())
             assert own["rank"] > better if k >= 0 else own["rank"] == better + 1
+
+
+def test_candidates_of_the_prompts_tokens_are_scored(scripted: ServerThread) -> None:
+    candidates = [[1, 2, 3], [4, -1], [5]]
+    wanted = generate(scripted, return_prompt_logits=True, logits_encoding="json", max_tokens=1).json
+    rows = np.array(wanted["prompt_logits"]["data"])
+    logprobs = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+    for start in (0, 1, 2):
+        params = {
+            "prompt_logprob_token_ids": candidates[start:],
+            "prompt_logprob_start": start,
+            "max_tokens": 1,
+        }
+        reply = generate(scripted, sampling_params=params)
+        assert reply.status == 200, reply.body
+        scores = np.load(io.BytesIO(base64.b64decode(reply.json["prompt_token_id_logprobs"])))
+        assert (scores.dtype, scores.shape) == (np.float32, (3 - start, max(map(len, candidates[start:]))))
+        for row, ids, expected in zip(scores, candidates[start:], logprobs[start:], strict=True):
+            for place, token_id in enumerate([*ids, -1, -1, -1][: len(row)]):
+                if token_id < 0:
+                    assert row[place] == -np.inf
+                else:
+                    assert row[place] == pytest.approx(expected[token_id], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprob_token_ids": [[1]]}, "prompt_logprob_token_ids"),
+        ({"prompt_logprob_token_ids": [[1], [2], [512]]}, "prompt_logprob_token_ids[2][0]"),
+        ({"prompt_logprob_token_ids": [[1], [2], [-2]]}, "prompt_logprob_token_ids[2][0]"),
+        ({"prompt_logprob_token_ids": [[1], [2], [3]], "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprob_token_ids": [[1], [2], [3]], "stream": True}, "stream"),
+        ({"prompt_logprob_start": 1}, "prompt_logprob_start"),
+        ({"prompt_logprob_token_ids": [], "prompt_logprob_start": 3}, "prompt_logprob_token_ids"),
+    ],
+)
+def test_wrong_candidates_are_named(scripted: ServerThread, fields: Any, param: str) -> None:
+    reply = generate(scripted, **fields)
+    assert (reply.status, reply.error["param"]) == (422, param)
 
 
 def test_the_mask_has_what_the_filters_left(scripted: ServerThread) -> None:
