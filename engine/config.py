@@ -41,6 +41,8 @@ class EngineConfig:
     """Seconds for which a full outbox may stay full."""
     threads: int = 0
     """Threads of a forward pass on the CPU; 0 leaves torch's own choice."""
+    skip_tokenizer: bool = False
+    """Load no tokenizer; ids alone come and go."""
     script: str = "Hello from the scripted model."
     """What the scripted model says."""
 

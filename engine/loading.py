@@ -20,6 +20,7 @@ from transformers import (
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.no_tokenizer import NoTokenizer
 from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner
 from engine.tokenizer import Tokenizer
@@ -80,14 +81,14 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
         tokenizer.encode(config.script), eos_token_id=tokenizer.eos_token_id, vocab_size=SCRIPTED_VOCAB_SIZE
     )
     max_model_len = config.max_model_len or SCRIPTED_MODEL_LEN
-    model = Model(runner, tokenizer, frozenset({tokenizer.eos_token_id}), max_model_len)
+    own = NoTokenizer(SCRIPTED_VOCAB_SIZE) if config.skip_tokenizer else tokenizer
+    model = Model(runner, own, frozenset({tokenizer.eos_token_id}), max_model_len)
     return model, SCRIPTED_NAME, {"": "cpu"}, SamplingParams()
 
 
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
-    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
     options: dict[str, Any] = {}
     if config.quantization:
         options["quantization_config"] = BitsAndBytesConfig(
@@ -103,6 +104,10 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingPar
         **options,
     )
     model.eval()
+    if config.skip_tokenizer:
+        tokenizer: Tokenizer = NoTokenizer(model.config.get_text_config().vocab_size)
+    else:
+        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
     if config.pack_weights:
         logger.info("packed linear layers", extra={"layers": pack_linears(model)})
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}

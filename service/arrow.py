@@ -159,7 +159,7 @@ class RowWriter:
                     position=self._next_positions(choice, [token]),
                     segment=(token.segment or "prompt").encode(),
                     token_id=event.token_id,
-                    token=token_bytes.decode(errors="replace").encode(),
+                    token=self._tokenizer.token_text(event.token_id).encode(),
                     token_bytes=token_bytes,
                     logprob=event.logprob,
                     stats=event.stats,

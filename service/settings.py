@@ -126,6 +126,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["json", "text"], Meta(description="One JSON object or one readable line per event")
     ] = "json"
+    skip_tokenizer: Annotated[
+        bool, Meta(description="Load no tokenizer: ids in, ids out, and all that needs a text is refused")
+    ] = EngineConfig.skip_tokenizer
     script: Annotated[str, Meta(description="What the scripted model says")] = EngineConfig.script
 
     def engine_config(self) -> EngineConfig:
@@ -149,6 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             outbox_bytes=self.outbox_bytes,
             stall_timeout_s=self.stall_timeout,
             threads=self.threads,
+            skip_tokenizer=self.skip_tokenizer,
             script=self.script,
         )
 

@@ -89,6 +89,16 @@ def check_generate(
     return reading_of(request.parse_context)
 
 
+def text_field_of(request: GenerateRequest) -> str | None:
+    """Return the field for whose sake a request needs a tokenizer, if it needs one."""
+    wants = {
+        "output_mode": request.output_mode not in (None, "tokens"),
+        "stop": bool(request.stop),
+        "response_format": (request.response_format or {}).get("type", "text") != "text",
+    }
+    return next((name for name, is_wanted in wants.items() if is_wanted), None)
+
+
 def _candidate_problems(request: GenerateRequest, info: ModelInfo) -> list[Problem]:
     """Return what is wrong with the candidates of the prompt's tokens."""
     name, start = "prompt_logprob_token_ids", request.prompt_logprob_start

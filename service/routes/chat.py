@@ -27,7 +27,7 @@ async def create_chat_completion(
 ) -> ASGIApp:
     """Continue a conversation; see OpenAI's API, and this project's contract for rows."""
     form = negotiate(request.headers.get("accept"))
-    chat = await read(request, ChatRequest, engine, settings)
+    chat = await read(request, ChatRequest, engine, settings, text_field="messages")
     check_chat(chat, form, settings)
     prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
     grammar = await compile_answer(engine, prompt.reading, chat.response_format)

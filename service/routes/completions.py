@@ -32,7 +32,7 @@ async def create_completion(
 ) -> ASGIApp:
     """Continue texts or token ids; see OpenAI's legacy API, and this project's contract for rows."""
     form = negotiate(request.headers.get("accept"))
-    completion = await read(request, CompletionRequest, engine, settings)
+    completion = await read(request, CompletionRequest, engine, settings, text_field="prompt")
     raw_prompts = check_completion(completion, form, settings)
     prompts = await asyncio.to_thread(
         completion_prompts, completion, raw_prompts, engine.tokenizer, engine.info

@@ -30,10 +30,11 @@ from service.convert.generate import (
     plan_generate,
     rendered_chat,
     rendered_completions,
+    text_field_of,
 )
 from service.metrics import Metrics
 from service.negotiate import Representation, negotiate
-from service.routes.body import read
+from service.routes.body import read, require_tokenizer
 from service.settings import Settings
 from service.structured import compile_answer
 
@@ -49,6 +50,8 @@ async def generate(
     form = negotiate(request.headers.get("accept"))
     asked = await read(request, GenerateRequest, engine, settings, SAMPLING_PARAMS)
     reading = check_generate(asked, form, engine.info, settings)
+    if (needing := text_field_of(asked)) is not None:
+        require_tokenizer(engine, needing)
     grammar = await compile_answer(engine, reading, asked.response_format)
     plan, requests = plan_generate(asked, form, engine.info, settings, reading=reading, grammar=grammar)
     dialect = GenerateDialect(plan, engine.tokenizer, reading, asked)
@@ -62,7 +65,7 @@ async def render_chat(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return what to post to ``/inference/v1/generate`` for the answer that the chat would get."""
-    chat = await read(request, ChatRequest, engine, settings)
+    chat = await read(request, ChatRequest, engine, settings, text_field="messages")
     check_chat(chat, Representation.JSON, settings)
     prompt = await asyncio.to_thread(chat_prompt, chat, engine.tokenizer, engine.info.max_model_len, settings)
     return _json(rendered_chat(chat, prompt, settings.served_model_name or engine.info.name))
@@ -75,7 +78,7 @@ async def render_completion(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return what to post to ``/inference/v1/generate``, one body per prompt."""
-    asked = await read(request, CompletionRequest, engine, settings)
+    asked = await read(request, CompletionRequest, engine, settings, text_field="prompt")
     raw = check_completion(asked, Representation.JSON, settings)
     prompts = await asyncio.to_thread(completion_prompts, asked, raw, engine.tokenizer, engine.info)
     return _json(rendered_completions(asked, prompts, settings.served_model_name or engine.info.name))
@@ -88,7 +91,7 @@ async def derender_chat(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return the chat message that token ids spell."""
-    asked = await read(request, DerenderRequest, engine, settings)
+    asked = await read(request, DerenderRequest, engine, settings, text_field="token_ids")
     return _json(await asyncio.to_thread(derender, asked, engine.tokenizer, engine.info))
 
 

@@ -10,7 +10,7 @@ from litestar.di import NamedDependency
 from engine.engine import Engine
 from schemas.tokenize import DetokenizeRequest, TokenizeRequest, TokenizerInfo
 from service.convert.tokenize import check_tokenize, detokenize, tokenize, tokenizer_info
-from service.routes.body import read
+from service.routes.body import read, require_tokenizer
 from service.settings import Settings
 
 
@@ -21,7 +21,7 @@ async def tokenize_prompt(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return the token ids of a text, or of a conversation as the chat endpoint would run it."""
-    asked = await read(request, TokenizeRequest, engine, settings)
+    asked = await read(request, TokenizeRequest, engine, settings, text_field="prompt")
     chat = check_tokenize(asked, settings)
     # A long text has so many ids that to write them down is no work for the event loop either.
     body = await asyncio.to_thread(
@@ -37,7 +37,7 @@ async def detokenize_prompt(
     settings: NamedDependency[Settings],
 ) -> Response[bytes]:
     """Return the text of token ids, special tokens included."""
-    asked = await read(request, DetokenizeRequest, engine, settings)
+    asked = await read(request, DetokenizeRequest, engine, settings, text_field="tokens")
     body = await asyncio.to_thread(
         lambda: msgspec.json.encode(detokenize(asked, engine.tokenizer, engine.info))
     )
@@ -47,4 +47,5 @@ async def detokenize_prompt(
 @get("/tokenizer_info", operation_id="tokenizerInfo")
 async def get_tokenizer_info(engine: NamedDependency[Engine]) -> TokenizerInfo:
     """Describe the tokenizer as a checkpoint's ``tokenizer_config.json`` does."""
+    require_tokenizer(engine, None)
     return tokenizer_info(engine.tokenizer, engine.info)

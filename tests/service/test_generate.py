@@ -322,3 +322,61 @@ def test_a_request_that_is_aborted_keeps_what_it_has(serve: Serve) -> None:
     assert choice["text"].startswith("a")
     assert replies[0].json["request_id"] == "mine-1"
     assert choice_of(generate(server, request_id="mine-1"))["finish_reason"] == "stop"
+
+
+# Without a tokenizer.
+
+
+@pytest.fixture(scope="module")
+def bare() -> Any:
+    from service.settings import Settings
+
+    server = ServerThread(Settings(model_name="scripted", port=0, skip_tokenizer=True, drain_timeout=5.0))
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_ids_go_in_and_out_without_a_tokenizer(bare: ServerThread, scripted: ServerThread) -> None:
+    fields: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 1, "return_logits": True, "token_stats": True}
+    with_text, without = generate(scripted, **fields).json, generate(bare, **fields).json
+    assert without["choices"] == with_text["choices"]
+    assert all(
+        entry["decoded_token"] is None for each in without["prompt_logprobs"][1:] for entry in each.values()
+    )
+    assert events_of(generate(bare, stream=True).body)[-1]["choices"][0]["finish_reason"] == "stop"
+    accept = {"accept": "application/vnd.apache.arrow.stream"}
+    with pa.ipc.open_stream(io.BytesIO(generate(bare, accept, max_tokens=1).body)) as reader:
+        assert reader.read_all()["token"].to_pylist() == ["token_id:72"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ("/v1/chat/completions/derender", {"token_ids": [1]}, "token_ids"),
+        ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
+        ("/v1/completions/render", {"prompt": [1, 2]}, "prompt"),
+        ("/tokenize", {"prompt": "x"}, "prompt"),
+        ("/detokenize", {"tokens": [1]}, "tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "output_mode": "text"}, "output_mode"),
+        ("/inference/v1/generate", {"token_ids": [1], "stop": ["x"]}, "stop"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+    ],
+)
+def test_what_needs_a_text_is_refused_by_name(bare: ServerThread, path: str, body: Any, param: str) -> None:
+    reply = bare.request("POST", path, body)
+    assert (reply.status, reply.error["code"]) == (422, "unsupported_parameter")
+    assert reply.error["param"] == param
+    assert "SKIP_TOKENIZER" in reply.error["message"]
+
+
+def test_there_is_no_tokenizer_to_describe(bare: ServerThread) -> None:
+    assert bare.request("GET", "/tokenizer_info").status == 422
+    assert bare.request("GET", "/ready").status == 200
+    assert bare.request("GET", "/v1/models").status == 200
