@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
 from torch import Tensor
 
 from engine.divergence import divergences
@@ -38,6 +39,8 @@ class ScoreChunk:
     num: int
     keep: int
 
+
+_NOTHING = np.empty(0, np.float32)
 
 Unit = list[ScoreChunk]
 """What runs in step: the chunk of one sequence, or those of the two contexts that are compared."""
@@ -161,7 +164,8 @@ def _extracted(
             extracts.top_logprobs.get(place),
             row=extracts.rows.get(place),
             stats=extracts.stats.get(place),
-            selected=extracts.selected.get(place),
+            # A row of which no column is wanted is still one of a list.
+            selected=extracts.selected.get(place, _NOTHING if requests[place].prompt_columns else None),
             is_prompt=True,
         )
         for place, token_id in enumerate([*token_ids, -1] if ends_behind else token_ids)

@@ -15,7 +15,9 @@ from service.errors import handle
 from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
 from service.routes.completions import create_completion
+from service.routes.divergence import create_divergence
 from service.routes.health import health, metrics, ready, version
+from service.routes.logits import create_logits
 from service.routes.models import list_models, retrieve_model
 from service.settings import Settings
 from service.telemetry import RequestLog
@@ -35,6 +37,8 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         route_handlers=[
             create_chat_completion,
             create_completion,
+            create_logits,
+            create_divergence,
             list_models,
             retrieve_model,
             health,

@@ -24,9 +24,14 @@ SELECTED_BYTES_PER_VALUE = 40
 JSON_BYTES_PER_VALUE = 12
 """Of a logit as decimal text, roughly; only for estimates."""
 
-ObjectName = Literal["chat.completion", "text_completion"]
+ObjectName = Literal["chat.completion", "text_completion", "logits", "divergence"]
 
-ID_PREFIXES: dict[ObjectName, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+ID_PREFIXES: dict[ObjectName, str] = {
+    "chat.completion": "chatcmpl",
+    "text_completion": "cmpl",
+    "logits": "logits",
+    "divergence": "div",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
