@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
 from torch import Tensor
 
 from engine.divergence import divergences
@@ -38,6 +39,8 @@ class ScoreChunk:
     num: int
     keep: int
 
+
+_NOTHING = np.empty(0, np.float32)
 
 Unit = list[ScoreChunk]
 """What runs in step: the chunk of one sequence, or those of the two contexts that are compared."""
@@ -164,7 +167,8 @@ def _extracted(
             extracts.top_logprobs.get(place),
             row=extracts.rows.get(place),
             stats=extracts.stats.get(place),
-            selected=extracts.selected.get(place),
+            # A row of which no column is wanted is still one of a list.
+            selected=extracts.selected.get(place, _NOTHING if requests[place].prompt_columns else None),
             is_prompt=True,
             rank=extracts.ranks.get(place),
             id_logprobs=extracts.id_logprobs.get(place),

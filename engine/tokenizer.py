@@ -48,6 +48,9 @@ _TEMPLATE_ERRORS = (
 )
 
 
+CONTEXT_TOKENS = 8
+"""Tokens that show how a text reads behind them."""
+
 # Checkpoints add names such as <tool_call> and do not always call them special.
 _MARKER = re.compile(r"<\S+>|\[\S+\]")
 
@@ -150,6 +153,26 @@ class Tokenizer:
             return ids
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_continuation(self, prompt_token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the ids of a text that continues a prompt, as the model would write them behind it.
+
+        The prompt's own ids stay as they are, even where another token would span the border. What a
+        tokenizer puts before a text of its own, such as a space, is left out.
+        """
+        ids = self.encode(text)
+        last = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        before = self.decode(last, skip_special_tokens=False)
+        if self.decode(last + ids, skip_special_tokens=False) == before + text:
+            return ids
+        # Behind a line end nothing is put, and few tokens span one.
+        anchor = self.encode("\n")
+        behind = self.encode("\n" + text)
+        if behind[: len(anchor)] == anchor:
+            other = behind[len(anchor) :]
+            if self.decode(last + other, skip_special_tokens=False) == before + text:
+                return other
+        return ids
 
     def render_chat(
         self,
@@ -285,11 +308,12 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the token's own UTF-8 bytes, which may be a fragment of a character.
 
-        Ids without a token, such as padding rows of the head, have none.
+        Ids without a token, such as padding rows of the head or -1, have none.
         """
         if token_id in self._added:
             return str(self._added[token_id]).encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+        is_known = 0 <= token_id < self.vocab_size
+        piece = self._tokenizer.convert_ids_to_tokens(token_id) if is_known else None
         if not isinstance(piece, str):
             return b""
         if self._is_byte_level:

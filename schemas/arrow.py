@@ -1,5 +1,7 @@
 """The Arrow schema of a logits answer. The client states its own; a contract test holds the two together."""
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
@@ -14,6 +16,19 @@ ERROR_KEY = b"logitwire.error"
 """Custom metadata of the last, empty batch of a failed stream: the error envelope, as JSON."""
 
 
+TOP_FIELDS = (
+    pa.field("top_token_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+    pa.field("top_logprobs", pa.list_(pa.field("item", pa.float32(), nullable=False)), nullable=False),
+)
+"""Of given tokens' rows, with ``top_logprobs``: the best alternatives of each position, best first."""
+
+RAGGED_FIELDS = (
+    pa.field("selected_token_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+    pa.field("selected_logits", pa.list_(pa.field("item", pa.float32(), nullable=False)), nullable=False),
+)
+"""Of given tokens' rows, if each position has columns of its own; ids and values are of equal length."""
+
+
 def row_schema(
     vocab_size: int,
     dtype: str | None,
@@ -21,6 +36,7 @@ def row_schema(
     *,
     has_stats: bool = False,
     num_selected: int = 0,
+    others: Sequence[pa.Field] = (),
 ) -> pa.Schema:
     """Return the schema of one answer.
 
@@ -30,6 +46,7 @@ def row_schema(
         response: The value under :data:`RESPONSE_KEY`.
         has_stats: Adds the four columns of statistics.
         num_selected: Length of a ``selected_logits`` value; 0 leaves the column out.
+        others: Columns that only some answers have; before ``logits``.
 
     Returns:
         A schema with ``logits`` last, so that a batch ends with its rows, contiguous.
@@ -53,6 +70,7 @@ def row_schema(
     fields.append(pa.field("finish_reason", pa.utf8()))
     if num_selected:
         fields.append(pa.field("selected_logits", pa.list_(pa.float32(), num_selected), nullable=False))
+    fields += others
     if dtype is not None:
         value = pa.float16() if dtype == "float16" else pa.float32()
         fields.append(pa.field("logits", pa.list_(value, vocab_size), nullable=False))

@@ -29,6 +29,7 @@ from service import telemetry
 from service.arrow import RowWriter
 from service.convert.choice import Choice, Token
 from service.convert.dialect import Dialect, generated_events
+from service.convert.plan import Plan
 from service.errors import encode_error
 from service.metrics import Metrics
 from service.negotiate import Representation
@@ -45,40 +46,33 @@ FAREWELL_S = 2.0
 """Seconds in which a failed answer must reach its client, before the connection is cut."""
 
 
-class GenerationAnswer(ABC):
-    """Runs one generation for one connection."""
-
-    keeps_tokens: ClassVar[bool] = True
-    keeps_rows: ClassVar[bool] = False
-    waits_for_text: ClassVar[bool] = True
+class Answer(ABC):
+    """Runs the requests of one connection."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, dialect: Dialect, requests: Sequence[GenerationRequest]
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        plan: Plan,
+        choices: Sequence[Choice],
+        requests: Sequence[GenerationRequest],
     ) -> None:
         """Prepare an answer.
 
         Args:
             engine: Where the requests go.
             metrics: Where the answer is counted.
-            dialect: How it is written.
-            requests: One per choice.
+            plan: What it is to hold.
+            choices: What gathers the events of each request.
+            requests: As many.
         """
         self._engine = engine
         self._metrics = metrics
-        self._dialect = dialect
-        self._plan = dialect.plan
-        self._requests = requests
+        self._plan = plan
+        self._requests = list(requests)
         self._outcome = "answered"
         self._sending_since: float | None = None
-        self._choices = [
-            dialect.choice(
-                place,
-                keeps_tokens=self.keeps_tokens,
-                keeps_rows=self.keeps_rows,
-                waits_for_text=self.waits_for_text,
-            )
-            for place in range(len(requests))
-        ]
+        self._choices = list(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until the answer is out or the client has left.
@@ -220,6 +214,37 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class GenerationAnswer(Answer):
+    """Runs one generation for one connection."""
+
+    keeps_tokens: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = False
+    waits_for_text: ClassVar[bool] = True
+
+    def __init__(
+        self, engine: Engine, metrics: Metrics, dialect: Dialect, requests: Sequence[GenerationRequest]
+    ) -> None:
+        """Prepare an answer.
+
+        Args:
+            engine: Where the requests go.
+            metrics: Where the answer is counted.
+            dialect: How it is written.
+            requests: One per choice.
+        """
+        self._dialect = dialect
+        choices = [
+            dialect.choice(
+                place,
+                keeps_tokens=self.keeps_tokens,
+                keeps_rows=self.keeps_rows,
+                waits_for_text=self.waits_for_text,
+            )
+            for place in range(len(requests))
+        ]
+        super().__init__(engine, metrics, dialect.plan, choices, requests)
+
+
 class JsonAnswer(GenerationAnswer):
     """One JSON body, once everything is generated."""
 
@@ -232,8 +257,8 @@ class JsonAnswer(GenerationAnswer):
             pass
         # Rows and entries can be a gigabyte of text. Encoded one at a time, they never stop the event loop
         # for long, and never exist as text all at once.
-        blocks = _Blocks()
-        whole = self._dialect.whole(self._choices, put=lambda entries: blocks.mark(_encoded(entries)))
+        blocks = Blocks()
+        whole = self._dialect.whole(self._choices, put=lambda entries: blocks.mark(encoded(entries)))
         if self._plan.row_dtype is not None or self._plan.logit_token_ids:
             choices = [structs.replace(wire, **self._marked(blocks, wire.index)) for wire in whole.choices]
             whole = structs.replace(whole, choices=choices)
@@ -263,13 +288,13 @@ class JsonAnswer(GenerationAnswer):
         num_tokens = sum(len(choice.tokens) for choice in self._choices)
         return not plan.wants_entries or num_tokens * (1 + plan.num_top_logprobs) <= MAX_QUICK_ENTRIES
 
-    def _marked(self, blocks: "_Blocks", index: int) -> dict[str, Any]:
+    def _marked(self, blocks: "Blocks", index: int) -> dict[str, Any]:
         """Return the fields of one choice that hold rows, with marks in place of the values."""
         choice, plan = self._choices[index], self._plan
         fields: dict[str, Any] = {}
         if plan.logit_token_ids:
             columns = (event.selected for event in generated_events(choice) if event.selected is not None)
-            mark = blocks.mark(_encoded(values.tolist() for values in columns))
+            mark = blocks.mark(encoded(values.tolist() for values in columns))
             fields["selected_logits"] = SelectedLogits(token_ids=list(plan.logit_token_ids), values=mark)
         if plan.wants_rows:
             fields["logits"] = self._rows(blocks, choice, of_prompt=False)
@@ -277,7 +302,7 @@ class JsonAnswer(GenerationAnswer):
             fields["prompt_logits"] = self._rows(blocks, choice, of_prompt=True)
         return fields
 
-    def _rows(self, blocks: "_Blocks", choice: Choice, *, of_prompt: bool) -> LogitsBlock:
+    def _rows(self, blocks: "Blocks", choice: Choice, *, of_prompt: bool) -> LogitsBlock:
         """Return a block of rows with a mark in place of the values."""
         tokens = (token for token in choice.tokens if token.is_prompt is of_prompt)
         rows = [
@@ -287,11 +312,11 @@ class JsonAnswer(GenerationAnswer):
             encoding=self._plan.encoding,
             dtype="float16" if self._plan.encoding == "b64_fp16" else "float32",
             shape=(len(rows), self._plan.info.vocab_size),
-            data=blocks.mark(_encoded_rows(rows, self._plan.encoding)),
+            data=blocks.mark(encoded_rows(rows, self._plan.encoding)),
         )
 
 
-class _Blocks:
+class Blocks:
     """Lists that are encoded piece by piece; until then a mark stands for each."""
 
     def __init__(self) -> None:
@@ -313,15 +338,15 @@ class _Blocks:
             yield b"]" + rest
 
 
-def _encoded(values: Iterable[object]) -> Iterator[bytes]:
+def encoded(values: Iterable[object]) -> Iterator[bytes]:
     """Return each value as JSON, with the comma before it."""
     for place, value in enumerate(values):
         yield (b"," if place else b"") + msgspec.json.encode(value)
 
 
-def _encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
+def encoded_rows(rows: list[NDArray[np.floating]], encoding: LogitsEncoding) -> Iterator[bytes]:
     """Return each row as JSON, with the comma before it."""
-    return _encoded(row.tolist() if encoding == "json" else row.data.cast("B") for row in rows)
+    return encoded(row.tolist() if encoding == "json" else row.data.cast("B") for row in rows)
 
 
 class EventsAnswer(GenerationAnswer):

@@ -15,6 +15,7 @@ from service.errors import handle
 from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
 from service.routes.completions import create_completion
+from service.routes.divergence import create_divergence
 from service.routes.generate import (
     abort_requests,
     derender_chat,
@@ -23,6 +24,7 @@ from service.routes.generate import (
     render_completion,
 )
 from service.routes.health import health, metrics, ready, version
+from service.routes.logits import create_logits
 from service.routes.models import list_models, retrieve_model
 from service.routes.tokenize import detokenize_prompt, get_tokenizer_info, tokenize_prompt
 from service.settings import Settings
@@ -48,6 +50,8 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
             render_completion,
             derender_chat,
             abort_requests,
+            create_logits,
+            create_divergence,
             list_models,
             retrieve_model,
             tokenize_prompt,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from engine.tokenizer import Tokenizer
 from engine.types import TokenEvent
 from schemas.arrow import END_KEY, ERROR_KEY, row_schema
+from schemas.base import WireResponse
 from service import single
 from service.convert.choice import Token
 from service.convert.plan import Plan
@@ -74,7 +75,14 @@ class RowWriter:
     A piece may be the memory of a row itself, so the row must not change any more.
     """
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, others: Sequence[pa.Field] = ()) -> None:
+        """Prepare.
+
+        Args:
+            plan: Of the answer.
+            tokenizer: The model's.
+            others: Columns that a subclass fills.
+        """
         response = msgspec.json.encode(
             {
                 "id": plan.id,
@@ -91,13 +99,15 @@ class RowWriter:
         self._shape = single.Shape(
             plan.info.vocab_size, plan.row_dtype, plan.wants_stats, len(plan.logit_token_ids)
         )
-        self._is_compressed = plan.arrow_compression is not None
+        # Batches of one row are written here, if they are of the usual kind.
+        self._is_usual = plan.arrow_compression is None and not others
         self._schema = row_schema(
             plan.info.vocab_size,
             plan.row_dtype,
             response,
             has_stats=self._has_stats,
             num_selected=self._num_selected,
+            others=others,
         )
         self._sink = _Sink()
         # The writer holds on to the wrapper, and closes its file when it is dropped.
@@ -138,7 +148,7 @@ class RowWriter:
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             reason = finish_reason if start + step >= len(tokens) else None
-            if len(part) == 1 and not self._is_compressed:
+            if len(part) == 1 and self._is_usual:
                 self._write_one(choice, part[0], reason)
             else:
                 self._writer.write_batch(self._batch(choice, part, reason))
@@ -172,9 +182,9 @@ class RowWriter:
             self._sink.write(event.row.data.cast("B"))
             self._sink.write(bytes(-event.row.nbytes % single.ALIGNMENT))
 
-    def end(self, completion: msgspec.Struct) -> list[memoryview]:
-        """Write the end record and the end-of-stream mark."""
-        self._write_record(END_KEY, msgspec.json.encode(completion))
+    def end(self, whole: WireResponse) -> list[memoryview]:
+        """Write the end record, the answer without rows, and the end-of-stream mark."""
+        self._write_record(END_KEY, msgspec.json.encode(whole))
         self._writer.close()
         return self._sink.drain()
 
@@ -216,9 +226,14 @@ class RowWriter:
         if self._num_selected:
             selected = [event.selected for event in tokens if event.selected is not None]
             columns.append(self._lists("selected_logits", selected))
+        columns += self._other_columns(choice, tokens)
         if self._dtype is not None:
             columns.append(self._lists("logits", [event.row for event in tokens if event.row is not None]))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _other_columns(self, choice: int, tokens: Sequence[TokenEvent]) -> list[pa.Array]:
+        """Return the columns that only this kind of answer has."""
+        return []
 
     def _next_positions(self, choice: int, tokens: Sequence[Token]) -> int:
         """Return the position of the first of some tokens of one part, and count them."""

@@ -16,11 +16,15 @@ class Representation(Enum):
     ARROW = MEDIA_TYPE
 
 
-def negotiate(accept: str | None) -> Representation:
+def negotiate(accept: str | None, *, has_arrow: bool = True) -> Representation:
     """Return the form that the header prefers; JSON where it has no preference.
 
     A more specific range wins over a wildcard, and ``q=0`` excludes. Members that are no media ranges are
     passed over, and a header with nothing else counts as absent.
+
+    Args:
+        accept: The header.
+        has_arrow: Whether the endpoint has an Arrow form.
 
     Raises:
         ServiceError: ``not_acceptable``, if it names only forms that are not served.
@@ -31,11 +35,12 @@ def negotiate(accept: str | None) -> Representation:
     # Clients that stream ask for events by ``stream``, and may also name them here.
     events_q = max((q for media_type, q in ranges if media_type == EVENTS), default=0.0)
     json_q = max(_quality(ranges, Representation.JSON.value), events_q)
-    arrow_q = _quality(ranges, MEDIA_TYPE)
+    arrow_q = _quality(ranges, MEDIA_TYPE) if has_arrow else 0.0
     if json_q == arrow_q == 0:
-        raise ServiceError(
-            "not_acceptable", f"served are application/json and {MEDIA_TYPE}, not {echo(accept or '')}"
+        served = (
+            f"application/json and {MEDIA_TYPE} are served" if has_arrow else "application/json is served"
         )
+        raise ServiceError("not_acceptable", f"{served} here, not {echo(accept or '')}")
     if arrow_q > json_q:
         return Representation.ARROW
     # At equal weight a name is a wish, and a wildcard is none.

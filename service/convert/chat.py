@@ -82,7 +82,7 @@ def check_chat(request: ChatRequest, form: Representation, settings: Settings) -
             )
         )
     problems += _tool_problems(request)
-    problems += _message_problems(request.messages)
+    problems += message_problems(request.messages)
     if problems:
         raise ProblemsError(problems)
 
@@ -109,7 +109,8 @@ def _tool_problems(request: ChatRequest) -> list[Problem]:
     return problems
 
 
-def _message_problems(messages: Sequence[ChatMessage]) -> list[Problem]:
+def message_problems(messages: Sequence[ChatMessage]) -> list[Problem]:
+    """Return what is wrong with a conversation's messages."""
     problems = []
     for place, message in enumerate(messages):
         path = f"messages[{place}].content"

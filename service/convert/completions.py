@@ -130,7 +130,7 @@ def completion_prompts(
                 raise ContextLengthError(least, request.max_tokens, info.max_model_len, is_least=True)
             ids = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
             if not ids:
-                ids = [_start_token(tokenizer, path)]
+                ids = [start_token(tokenizer, path)]
         else:
             ids = prompt
             if bad := [each for each in ids if each >= info.vocab_size]:
@@ -147,7 +147,12 @@ def completion_prompts(
     return found
 
 
-def _start_token(tokenizer: Tokenizer, path: str) -> int:
+def start_token(tokenizer: Tokenizer, path: str) -> int:
+    """Return the token that stands for an empty text.
+
+    Raises:
+        ProblemsError: The model has none.
+    """
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id

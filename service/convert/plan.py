@@ -25,12 +25,14 @@ JSON_BYTES_PER_VALUE = 12
 VALUES_PER_ALTERNATIVE = 7
 """An alternative's string, bytes and logprob as text take as much room as so many logits, roughly."""
 
-ObjectName = Literal["chat.completion", "text_completion", "generate"]
+ObjectName = Literal["chat.completion", "text_completion", "generate", "logits", "divergence"]
 
 ID_PREFIXES: dict[ObjectName, str] = {
     "chat.completion": "chatcmpl",
     "text_completion": "cmpl",
     "generate": "gen",
+    "logits": "logits",
+    "divergence": "div",
 }
 
 
