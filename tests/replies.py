@@ -61,11 +61,11 @@ class ReplyingRunner(ScriptedRunner):
         self._replies = replies
         self._chosen: dict[int, Sequence[int]] = {}
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, may_reuse: bool = True) -> int:
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         prompt = bytes(each for each in token_ids if each < 256).decode()
         last = max(self._replies, key=lambda text: prompt.rfind(text) if text else 0)
         self._chosen.setdefault(sequence_id, self._replies[last])
-        return super().open(sequence_id, token_ids, may_reuse=may_reuse)
+        return super().open(sequence_id, token_ids, max_reused=max_reused)
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         rows = []
