@@ -12,7 +12,14 @@ from schemas.scoring import DivergenceAnswer, DivergenceRequest, MeanDivergence
 from service.convert.choice import Choice
 from service.convert.dialect import MIN_LOGPROB
 from service.convert.plan import Plan
-from service.convert.scoring import check_length, context_ids, context_problems, new_plan, usage_of
+from service.convert.scoring import (
+    check_length,
+    context_ids,
+    context_problems,
+    needs_text,
+    new_plan,
+    usage_of,
+)
 from service.errors import Problem, ProblemsError
 from service.settings import Settings
 
@@ -141,6 +148,7 @@ def _completion(
     if given is None:
         return None
     if isinstance(given, str):
+        needs_text(tokenizer, "completion")
         check_length(given, tokenizer, info)
         return tuple(tokenizer.encode_continuation(p, given))
     for place, token_id in enumerate(given.token_ids):

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import UNSET
 
 from engine.errors import ContextLengthError, InvalidRequestError
+from engine.no_tokenizer import WHY
 from engine.scoring import held_bytes
 from engine.tokenizer import Tokenizer
 from engine.types import TOP_BYTES, GenerationRequest, ModelInfo, RowDtype
@@ -83,6 +84,7 @@ def context_ids(
                 message = f"token id {token_id} is not in 0..{info.vocab_size - 1}"
                 raise ProblemsError([Problem("invalid_value", message, f"{path}.token_ids[{place}]")])
         return context.token_ids
+    needs_text(tokenizer, f"{path}.{'messages' if context.text is None else 'text'}")
     if context.text is not None:
         check_length(context.text, tokenizer, info)
         ids = tokenizer.encode(context.text, add_special_tokens=True)
@@ -93,6 +95,16 @@ def context_ids(
         return chat_prompt(request, tokenizer, info.max_model_len, settings).token_ids
     except InvalidRequestError as error:
         raise InvalidRequestError(str(error), f"{path}.{error.param}") from error
+
+
+def needs_text(tokenizer: Tokenizer, path: str) -> None:
+    """Refuse a text on a server that works on ids only.
+
+    Raises:
+        ProblemsError: ``unsupported_parameter``, with the path of the text.
+    """
+    if not tokenizer.has_text:
+        raise ProblemsError([Problem("unsupported_parameter", WHY, path)])
 
 
 def check_length(text: str, tokenizer: Tokenizer, info: ModelInfo) -> None:

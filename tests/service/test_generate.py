@@ -359,6 +359,18 @@ def test_ids_go_in_and_out_without_a_tokenizer(bare: ServerThread, scripted: Ser
         ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
         ("/v1/completions/render", {"prompt": [1, 2]}, "prompt"),
         ("/tokenize", {"prompt": "x"}, "prompt"),
+        ("/v1/logits", {"sequences": [{"token_ids": [1, 2]}, {"text": "ab"}]}, "sequences[1].text"),
+        (
+            "/v1/logits",
+            {"sequences": [{"messages": [{"role": "user", "content": "x"}]}]},
+            "sequences[0].messages",
+        ),
+        ("/v1/divergence", {"p": {"token_ids": [1]}, "q": {"text": "x"}}, "q.text"),
+        (
+            "/v1/divergence",
+            {"p": {"token_ids": [1]}, "q": {"token_ids": [2]}, "completion": "x"},
+            "completion",
+        ),
         ("/detokenize", {"tokens": [1]}, "tokens"),
         ("/inference/v1/generate", {"token_ids": [1], "output_mode": "text"}, "output_mode"),
         ("/inference/v1/generate", {"token_ids": [1], "stop": ["x"]}, "stop"),
