@@ -11,14 +11,18 @@ default:
 setup:
     @python3 ops/bootstrap.py
 
+[private]
+setup-run:
+    @python3 ops/bootstrap.py --for serve
+
 # Serve MODEL_NAME, or the embedded SmolLM2; settings come from the environment
 [group('run')]
-serve: setup
+serve: setup-run
     @exec {{python}} -m service
 
 # Serve a scripted model that costs nothing; SCRIPT is what it says
 [group('run')]
-serve-fake: setup
+serve-fake: setup-run
     @MODEL_NAME=scripted exec {{python}} -m service
 
 # All tests, fast ones first

