@@ -1,14 +1,20 @@
-"""Measures the bars and prints them: ``python -m ops.bench [equal|asking|transport|mixed ...]``."""
+"""Measures the bars and prints them: ``python -m ops.bench [equal|asking|transport|scoring|mixed ...]``."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from ops.bench import asking, serve, transport
+from ops.bench import asking, scoring, serve, transport
 from ops.bench.bars import Bar, Options, machine, save, table, versions
 
-PARTS = {"equal": serve.equal, "asking": asking.run, "transport": transport.run, "mixed": serve.mixed}
+PARTS = {
+    "equal": serve.equal,
+    "asking": asking.run,
+    "transport": transport.run,
+    "scoring": scoring.run,
+    "mixed": serve.mixed,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
