@@ -176,3 +176,102 @@ def test_raw_rows_arrive_bit_for_bit(serve: Serve) -> None:
     assert result.logits.shape[1] == VOCAB_SIZE
     for place, row in enumerate(result.logits):
         assert row.tobytes() == rows[place].tobytes()
+
+
+def test_given_tokens_come_as_one_result_per_sequence(scripted: ServerThread) -> None:
+    first, second, third = Client(scripted.url).score(
+        [
+            {"token_ids": [*b"Hello there"]},
+            {"text": "Grüße"},
+            {"messages": MESSAGES, "completion": "Hi!"},
+        ],
+        logits="float32",
+        token_stats=True,
+        top_logprobs=2,
+    )
+    assert (first.token_ids, first.positions) == ([*b"Hello there"], list(range(1, 11)))
+    assert second.token_ids == [*"Grüße".encode()]
+    assert [third.token_ids[each] for each in third.positions] == [*b"Hi!"]
+    assert third.tokens == ["H", "i", "!"]
+    for result in (first, second, third):
+        num = len(result.positions)
+        assert result.segments == ["content"] * num
+        assert result.logprobs.dtype == np.float32
+        assert result.logits is not None
+        assert result.logits.shape == (num, 512)
+        assert result.logits.dtype == np.float32
+        assert not result.logits.flags.writeable
+        rows = result.logits.astype(np.float64)
+        exact = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+        ids = [result.token_ids[each] for each in result.positions]
+        assert result.columns["token_id"] == ids
+        np.testing.assert_allclose(result.logprobs, exact[np.arange(num), ids], atol=1e-4)
+        assert [each[0] for each in result.columns["top_token_ids"]] == rows.argmax(-1).tolist()
+        np.testing.assert_allclose(result.columns["top_logprobs"], np.sort(exact)[:, :-3:-1], atol=1e-4)
+        np.testing.assert_allclose(result.columns["entropy"], -(np.exp(exact) * exact).sum(-1), atol=1e-4)
+        assert result.metadata["wire_dtype"] == "float32"
+        assert result.response["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_rows_of_each_sequence_lie_in_the_memory_that_was_received_into(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    received: list[memoryview] = []
+    next_rows = client_arrow._Rows.next
+
+    def spy(rows: Any, num: int) -> memoryview:
+        received.append(next_rows(rows, num))
+        return received[-1]
+
+    monkeypatch.setattr(client_arrow._Rows, "next", spy)
+    # Chunks of four tokens: rows of one sequence may come in several batches.
+    client = Client(serve(hooked_load(), prefill_chunk=4).url)
+    sequences = [{"token_ids": [*b"abcdefghijklmn"[place:]]} for place in range(3)]
+    results = client.score(sequences, arrow_compression=compression)
+    for result, sequence in zip(results, sequences, strict=True):
+        assert result.token_ids == sequence["token_ids"]
+        assert result.logits is not None
+        assert not result.logits.flags.owndata
+        own = [each for each in received if np.shares_memory(np.frombuffer(each, np.uint8), result.logits)]
+        assert sum(map(len, own)) == result.logits.nbytes
+        (alone,) = client.score([sequence])
+        np.testing.assert_array_equal(result.logits, alone.logits)
+        np.testing.assert_array_equal(result.logprobs, alone.logprobs)
+
+
+def test_contexts_next_tokens_and_columns_of_given_tokens(scripted: ServerThread) -> None:
+    client = Client(scripted.url)
+    ids = [*b"abcdef"]
+    (result,) = client.score([{"token_ids": ids, "prompt_length": 4}], next_token=True)
+    assert (result.positions, result.columns["token_id"]) == ([4, 5, 6], [*b"ef", -1])
+    assert result.logprobs[-1] == 0
+    (result,) = client.score([{"token_ids": ids, "prompt_length": 4}], range="all", logits=None)
+    assert result.logits is None
+    assert result.segments == ["prompt"] * 3 + ["content"] * 2
+    ragged = [[[1], [], [2, 3], [], [4]]]
+    (result,) = client.score([{"token_ids": ids}], logit_token_ids=ragged)
+    assert result.logits is None
+    assert [len(each) for each in result.columns["selected_logits"]] == [1, 0, 2, 0, 1]
+
+
+def test_a_single_token_has_no_row(scripted: ServerThread) -> None:
+    none, some = Client(scripted.url).score([{"token_ids": [65]}, {"token_ids": [65, 66]}])
+    assert (none.token_ids, none.positions, none.logprobs.shape) == ([65], [], (0,))
+    assert none.logits is not None
+    assert none.logits.shape == (0, 512)
+    assert some.positions == [1]
+
+
+def test_given_tokens_that_are_refused_say_which(scripted: ServerThread) -> None:
+    client = Client(scripted.url)
+    with pytest.raises(APIError) as caught:
+        client.score([{"token_ids": [1, 2]}, {"token_ids": [1, 9999]}])
+    assert (caught.value.status, caught.value.param) == (422, "sequences[1].token_ids[1]")
+    with pytest.raises(APIError) as caught:
+        client.score([])
+    assert caught.value.param == "sequences"
+    with pytest.raises(APIError, match="prompt_length"):
+        client.score([{"token_ids": [1, 2], "prompt_length": "2"}])
+    with pytest.raises(ValueError, match="float64"):
+        client.score([{"text": "a"}], logits="float64")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Client of the logitwire server: text, ids, logprobs and complete rows of logits, as numpy arrays."""
 
-from logitwire.client import ChatResult, Client
+from logitwire.client import ChatResult, Client, ScoreResult
 from logitwire.errors import APIError, ConnectionFailedError, IncompleteStreamError, LogitwireError
 from logitwire.metrics import jsd
 
@@ -11,5 +11,6 @@ __all__ = [
     "ConnectionFailedError",
     "IncompleteStreamError",
     "LogitwireError",
+    "ScoreResult",
     "jsd",
 ]

@@ -7,9 +7,10 @@ pyarrow.
 """
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -42,27 +43,37 @@ class Table:
 
     Attributes:
         columns: The small columns, each as one list over all rows.
-        logits: (T, V) float16 or float32; ``None`` if the stream has no such column.
+        logits: (T, V) float16 or float32; ``None`` if the stream has no such column, or if ``parts`` has it.
+        parts: For each choice its rows, (T of the choice, V), read-only, if each was to get an array.
         response: What the schema says of the answer.
         end: The answer without rows.
     """
 
     columns: dict[str, list[Any]]
     logits: NDArray[np.floating] | None
+    parts: list[NDArray[np.floating]] | None
     response: dict[str, Any]
     end: dict[str, Any]
 
 
-def read_table(readinto: ReadInto, *, max_rows: int | None = None, request_id: str | None = None) -> Table:
+def read_table(
+    readinto: ReadInto,
+    *,
+    max_rows: int | None = None,
+    max_rows_of: Sequence[int | None] | None = None,
+    request_id: str | None = None,
+) -> Table:
     """Receive a whole stream.
 
     Args:
         readinto: Where the bytes come from.
         max_rows: How many rows may come, if that is known: their array is then never enlarged.
+        max_rows_of: The same for each choice. The rows of each then lie in an array of its own, however the
+            choices interleave in the stream.
         request_id: For errors.
 
     Raises:
-        IncompleteStreamError: The stream ended before its end record, or its row count differs.
+        IncompleteStreamError: The stream ended before its end record, or a row count differs.
         APIError: The server reported a failure in the stream.
     """
     messages = _messages(readinto)
@@ -71,12 +82,9 @@ def read_table(readinto: ReadInto, *, max_rows: int | None = None, request_id: s
         raise IncompleteStreamError("the stream does not begin with a schema")
     schema = pa.ipc.read_schema(pa.py_buffer(first.framed()))
     response = msgspec.json.decode((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
-    has_logits = "logits" in schema.names
-    if has_logits and schema.names[-1] != "logits":
-        raise IncompleteStreamError("the logits are not the last column")
     small = [_Column.of(each.name, each.type) for each in schema if each.name != "logits"]
     columns: dict[str, list[Any]] = {each.name: [] for each in small}
-    rows = _Rows(schema.field("logits").type, max_rows) if has_logits else None
+    rows = _rows(schema, max_rows, max_rows_of)
     end: dict[str, Any] | None = None
     num_rows = 0
     for message in messages:
@@ -93,7 +101,15 @@ def read_table(readinto: ReadInto, *, max_rows: int | None = None, request_id: s
         raise IncompleteStreamError(f"the stream ended after {num_rows} rows, without an end record")
     if sum(end.get("rows", ())) != num_rows:
         raise IncompleteStreamError(f"{num_rows} rows came, but the end record says {end.get('rows')}")
-    return Table(columns, None if rows is None else rows.view(), response, end)
+    if isinstance(rows, _RowsOfChoices) and rows.counts() != end.get("rows"):
+        raise IncompleteStreamError(f"{rows.counts()} rows came, but the end record says {end.get('rows')}")
+    return Table(
+        columns=columns,
+        logits=rows.view() if isinstance(rows, _Rows) else None,
+        parts=rows.views() if isinstance(rows, _RowsOfChoices) else None,
+        response=response,
+        end=end,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +176,52 @@ class _Rows:
         self._num += num
         return place.reshape(-1).view(np.uint8).data
 
+    def places(self, num: int, columns: Mapping[str, list[Any]]) -> Iterator[memoryview]:
+        """Give out the memory of a batch of ``num`` rows, whatever its other columns say."""
+        yield self.next(num)
+
     def view(self) -> NDArray[np.floating]:
         """Return the rows received, read-only."""
         rows = self._array[: self._num]
         rows.flags.writeable = False
         return rows
+
+
+class _RowsOfChoices:
+    """One growing array per choice."""
+
+    def __init__(self, kind: Any, max_rows_of: Sequence[int | None]) -> None:
+        self._of = [_Rows(kind, max_rows) for max_rows in max_rows_of]
+
+    def places(self, num: int, columns: Mapping[str, list[Any]]) -> Iterator[memoryview]:
+        """Give out the memory of a batch of ``num`` rows, piece by piece in their order."""
+        choices = columns.get("choice")
+        if choices is None or not all(0 <= each < len(self._of) for each in choices):
+            raise IncompleteStreamError(
+                f"{num} rows came, and not all are of choices 0 to {len(self._of) - 1}"
+            )
+        for choice, run in groupby(choices):
+            yield self._of[choice].next(len(list(run)))
+
+    def counts(self) -> list[int]:
+        """Return the number of rows of each choice."""
+        return [len(each.view()) for each in self._of]
+
+    def views(self) -> list[NDArray[np.floating]]:
+        """Return the rows of each choice, read-only."""
+        return [each.view() for each in self._of]
+
+
+def _rows(
+    schema: pa.Schema, max_rows: int | None, max_rows_of: Sequence[int | None] | None
+) -> _Rows | _RowsOfChoices | None:
+    """Return where the rows of a stream go, if it has some."""
+    if "logits" not in schema.names:
+        return None
+    if schema.names[-1] != "logits":
+        raise IncompleteStreamError("the logits are not the last column")
+    kind = schema.field("logits").type
+    return _Rows(kind, max_rows) if max_rows_of is None else _RowsOfChoices(kind, max_rows_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +251,7 @@ class _Message:
         return struct.pack("<Ii", CONTINUATION, len(self.metadata)) + self.metadata
 
     def read_body(
-        self, schema: pa.Schema, small: Sequence[_Column], rows: _Rows | None
+        self, schema: pa.Schema, small: Sequence[_Column], rows: _Rows | _RowsOfChoices | None
     ) -> dict[str, list[Any]]:
         """Receive the body: rows into their array, the other columns into lists."""
         self.is_read = True
@@ -205,9 +262,17 @@ class _Message:
         logits_at, logits_length = head.buffers[-1] if has_rows else (head.body_length, 0)
         body = bytearray(logits_at)
         self.fill(memoryview(body))
+        # The other columns come first in the body, and say whose rows follow.
+        columns = self._columns(body, small)
         if rows is not None and has_rows:
-            self.fill(rows.next(head.num_rows))
+            for place in rows.places(head.num_rows, columns):
+                self.fill(place)
             self.fill(memoryview(bytearray(head.body_length - logits_at - logits_length)))
+        return columns
+
+    def _columns(self, body: bytearray, small: Sequence[_Column]) -> dict[str, list[Any]]:
+        """Return the values of the small columns in a body."""
+        head = self.head
         if not head.num_rows:
             return {}
         buffers, nodes = iter(head.buffers), iter(head.nodes)
@@ -216,14 +281,19 @@ class _Message:
         whole = pa.py_buffer(body)
         return {each.name: _array(each.kind, whole, buffers, nodes).to_pylist() for each in small}
 
-    def _read_compressed(self, schema: pa.Schema, rows: _Rows | None) -> dict[str, list[Any]]:
+    def _read_compressed(
+        self, schema: pa.Schema, rows: _Rows | _RowsOfChoices | None
+    ) -> dict[str, list[Any]]:
         """Receive a body whose buffers are compressed; its rows are copied once, by their decompression."""
         body = bytearray(self.head.body_length)
         self.fill(memoryview(body))
         batch = pa.ipc.read_record_batch(pa.py_buffer(self.framed() + body), schema)
         columns = {name: batch[name].to_pylist() for name in schema.names if name != "logits"}
         if rows is not None and self.head.num_rows:
-            rows.next(self.head.num_rows)[:] = batch["logits"].flatten().to_numpy().view(np.uint8).data
+            received = batch["logits"].flatten().to_numpy().view(np.uint8).data
+            for place in rows.places(self.head.num_rows, columns):
+                place[:] = received[: len(place)]
+                received = received[len(place) :]
         return columns
 
 
@@ -238,6 +308,9 @@ def _array(
     children = []
     if pa.types.is_fixed_size_list(kind):
         own = [next(buffers)]
+        children = [_array(kind.value_type, body, buffers, nodes)]
+    elif pa.types.is_list(kind):
+        own = [next(buffers) for _ in range(2)]
         children = [_array(kind.value_type, body, buffers, nodes)]
     else:
         own = [next(buffers) for _ in range(3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2)]

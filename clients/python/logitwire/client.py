@@ -58,6 +58,38 @@ class ChatResult:
     columns: dict[str, list[Any]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreResult:
+    """T rows of one sequence of given tokens: what the model says of tokens that it did not choose.
+
+    Attributes:
+        token_ids: All ids of the sequence, those without a row too.
+        positions: T places in ``token_ids``. The row at position i predicts token i, so position 0 has none.
+            With ``next_token=True`` the last one lies behind the last token.
+        segments: T words: "prompt" for context, "content" for what follows it.
+        tokens: T token texts.
+        logprobs: float32 (T,): log-softmax of the raw row over all of V, at the token that is there; 0 for a
+            ``next_token`` row.
+        logits: (T, V) float16 or float32, read-only. ``logits[t]`` is the distribution that predicts
+            ``token_ids[positions[t]]``. It is the memory that was received into. ``None`` if no rows were
+            asked for.
+        metadata: What the numbers are: ``source_dtype``, ``wire_dtype``, ``vocab_size`` and so on.
+        response: The whole answer without numbers, all sequences in it, with ``usage``.
+        columns: The other columns of these rows by name, such as ``entropy`` with ``token_stats=True``,
+            ``top_token_ids`` and ``top_logprobs`` with ``top_logprobs``, or ``selected_logits``.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    segments: list[str]
+    tokens: list[str]
+    logprobs: NDArray[np.float32]
+    logits: NDArray[np.floating] | None
+    metadata: dict[str, Any]
+    response: dict[str, Any]
+    columns: dict[str, list[Any]]
+
+
 class Client:
     """Talks to one server. Each call opens its own connection, so threads may share a client."""
 
@@ -162,7 +194,73 @@ class Client:
             columns=table.columns,
         )
 
-    def _post_for_table(self, path: str, body: Mapping[str, Any], *, max_rows: int | None) -> Table:
+    def score(
+        self,
+        sequences: Sequence[Mapping[str, Any]],
+        *,
+        logits: Literal["float16", "float32"] | None = "float16",
+        **options: Any,
+    ) -> list[ScoreResult]:
+        """Return the rows that predict given tokens; nothing is generated.
+
+        Args:
+            sequences: 1 to 64, each ``{"token_ids": [...]}``, ``{"text": "..."}`` or ``{"messages": [...],
+                "completion": "..."}``. ``prompt_length`` may be added: tokens that are context only.
+            logits: The dtype of the rows; ``None`` asks for none.
+            **options: Any other field of the request, such as ``range``, ``next_token``, ``token_stats``,
+                ``top_logprobs`` or ``logit_token_ids``.
+
+        Returns:
+            One result per sequence, in their order.
+
+        Raises:
+            ValueError: ``logits`` is none of its values.
+            APIError: The server refused or failed the request.
+            ConnectionFailedError: There was no answer.
+            IncompleteStreamError: The answer broke off.
+        """
+        if logits not in (None, *ENCODINGS):
+            raise ValueError(f"logits must be 'float16', 'float32' or None, not {logits!r}")
+        body: dict[str, Any] = {
+            "sequences": sequences,
+            "return_logits": logits is not None,
+            "logits_encoding": ENCODINGS[logits or "float16"],
+            **options,
+        }
+        sent = {name: value for name, value in body.items() if value is not None}
+        table = self._post_for_table(
+            "/v1/logits", sent, max_rows_of=[_max_rows(each, options) for each in sequences]
+        )
+        places: list[list[int]] = [[] for _ in sequences]
+        for place, choice in enumerate(table.columns.get("choice", ())):
+            places[choice].append(place)
+        results = []
+        for index, own in enumerate(places):
+            columns = {name: [values[place] for place in own] for name, values in table.columns.items()}
+            data = table.end["data"][index]
+            results.append(
+                ScoreResult(
+                    token_ids=data["token_ids"],
+                    positions=data["positions"],
+                    segments=columns.get("segment", []),
+                    tokens=columns.get("token", []),
+                    logprobs=np.asarray(columns.get("logprob", []), np.float32),
+                    logits=None if table.parts is None else table.parts[index],
+                    metadata=table.end["metadata"],
+                    response=table.end,
+                    columns=columns,
+                )
+            )
+        return results
+
+    def _post_for_table(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        max_rows: int | None = None,
+        max_rows_of: Sequence[int | None] | None = None,
+    ) -> Table:
         headers = {"content-type": "application/json", "accept": MEDIA_TYPE}
         if self._api_key is not None:
             headers["authorization"] = f"Bearer {self._api_key}"
@@ -181,7 +279,9 @@ class Client:
                     raise IncompleteStreamError(
                         f"the answer is {response.headers.get_content_type()}, not Arrow"
                     )
-                return read_table(response.readinto, max_rows=max_rows, request_id=request_id)
+                return read_table(
+                    response.readinto, max_rows=max_rows, max_rows_of=max_rows_of, request_id=request_id
+                )
             except (OSError, http.client.HTTPException) as error:
                 raise IncompleteStreamError(f"the answer broke off: {error!r}") from error
         finally:
@@ -194,6 +294,17 @@ class Client:
                 self._host, self._port, timeout=self._timeout_s, context=context
             )
         return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+def _max_rows(sequence: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:
+    """Return how many rows a sequence has, if its tokens are known here; what is wrong, the server says."""
+    token_ids, prompt_length = sequence.get("token_ids"), sequence.get("prompt_length")
+    if not isinstance(token_ids, Sequence):
+        return None
+    start = 1
+    if isinstance(prompt_length, int) and options.get("range") != "all":
+        start = max(1, prompt_length)
+    return max(0, len(token_ids) - start + bool(options.get("next_token")))
 
 
 def _error_of(body: bytes) -> dict[str, Any]:

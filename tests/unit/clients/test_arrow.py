@@ -127,3 +127,60 @@ def test_what_is_no_arrow_stream_is_said_to_be_none() -> None:
         read(b'{"error": {"message": "html or so"}}' * 3)
     with pytest.raises(IncompleteStreamError, match="behind the end"):
         read(stream([1]) + b"x")
+
+
+def choices_stream(
+    batches: Sequence[Sequence[int]], rows: Sequence[int], compression: str | None = None
+) -> bytes:
+    """Return a stream whose batches hold rows of these choices; row r of all holds r, and lists of r % 3."""
+    schema = pa.schema(
+        [
+            ("choice", pa.int32()),
+            ("top", pa.list_(pa.float32())),
+            ("logits", pa.list_(pa.float16(), V)),
+        ]
+    )
+    sink = io.BytesIO()
+    total = 0
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, schema, options=options) as writer:
+        for choices in batches:
+            numbers = range(total, total + len(choices))
+            columns = [
+                pa.array(choices, pa.int32()),
+                pa.array([[float(each)] * (each % 3) for each in numbers], pa.list_(pa.float32())),
+                pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(numbers, V).astype(np.float16)), V),
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+            total += len(choices)
+        writer.write_batch(
+            pa.RecordBatch.from_pylist([], schema=schema),
+            custom_metadata={END_KEY: json.dumps({"rows": rows})},
+        )
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+@pytest.mark.parametrize("max_rows_of", [[3, 4, 0], [None, None, None], [1, 1, None]])
+def test_rows_of_choices_that_interleave_come_apart(
+    compression: str | None, max_rows_of: list[int | None]
+) -> None:
+    batches = [[0], [1], [0], [1, 1], [0, 1]]
+    table = read(choices_stream(batches, [3, 4, 0], compression), max_rows_of=max_rows_of)
+    assert table.logits is None
+    assert table.parts is not None
+    assert [each.shape for each in table.parts] == [(3, V), (4, V), (0, V)]
+    assert [each[:, 0].tolist() for each in table.parts] == [[0, 2, 5], [1, 3, 4, 6], []]
+    assert [each[:, -1].tolist() for each in table.parts] == [[0, 2, 5], [1, 3, 4, 6], []]
+    assert not any(each.flags.writeable for each in table.parts)
+    assert table.columns["choice"] == [0, 1, 0, 1, 1, 0, 1]
+    assert table.columns["top"] == [[float(each)] * (each % 3) for each in range(7)]
+
+
+def test_rows_of_another_choice_than_expected_make_no_result() -> None:
+    with pytest.raises(IncompleteStreamError, match="choices 0 to 1"):
+        read(choices_stream([[0], [2]], [1, 0, 1]), max_rows_of=[1, 1])
+    with pytest.raises(IncompleteStreamError, match=r"\[1, 2\] rows came"):
+        read(choices_stream([[0], [1, 1]], [2, 1]), max_rows_of=[1, 1])
+    with pytest.raises(IncompleteStreamError, match="not all are of choices"):
+        read(stream([1]), max_rows_of=[1])
