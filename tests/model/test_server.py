@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from scipy.spatial.distance import jensenshannon
+from scipy.special import rel_entr, softmax
 
 from logitwire import APIError, Client, jsd
 from ops.process import ServerProcess
@@ -205,6 +207,67 @@ def test_a_port_that_is_taken_is_said_in_one_line(server: ServerProcess) -> None
     assert process.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_given_tokens_have_the_rows_of_the_run_that_generated_them(server: ServerProcess) -> None:
+    result = Client(server.url).chat(
+        MESSAGES, max_tokens=12, temperature=0, logits="float32", ignore_eos=True
+    )
+    completion = result.response["choices"][0]["token_ids"]
+    sequence = {"token_ids": [*result.response["prompt_token_ids"], *completion]}
+    sequence["prompt_length"] = len(result.response["prompt_token_ids"])
+    text = {"messages": MESSAGES, "completion": "Hi there, you!"}
+    asked = {"sequences": [sequence, text], "logits_encoding": "b64_fp32"}
+    given, spelt = post(server, "/v1/logits", asked)["data"]
+    rows = np.stack([np.frombuffer(base64.b64decode(each), "<f4") for each in given["logits"]["data"]])
+    assert result.logits is not None
+    np.testing.assert_allclose(rows, result.logits, atol=1e-3)
+    assert given["logprobs"] == pytest.approx(result.logprobs.tolist(), abs=1e-3)
+    prompt_length = spelt["positions"][0]
+    assert spelt["token_ids"][:prompt_length] == result.response["prompt_token_ids"]
+    ids = post(
+        server,
+        "/v1/completions",
+        {"prompt": text["completion"], "echo": True, "max_tokens": 0, "return_token_ids": True},
+    )
+    assert spelt["token_ids"][prompt_length:] == ids["prompt_token_ids"]
+
+
+def test_a_divergence_is_that_of_the_rows(server: ServerProcess) -> None:
+    contexts = {"p": {"messages": MESSAGES}, "q": {"text": "Say hi in three words."}}
+    generated = post(server, "/v1/divergence", {**contexts, "max_tokens": 8})
+    spoken = Client(server.url).chat(MESSAGES, max_tokens=8, temperature=0)
+    assert generated["token_ids"] == spoken.token_ids
+    sequences = [
+        {"token_ids": [*ids, *spoken.token_ids], "prompt_length": len(ids)}
+        for ids in (
+            spoken.response["prompt_token_ids"],
+            post(server, "/v1/logits", {"sequences": [contexts["q"]], "return_logits": False})["data"][0][
+                "token_ids"
+            ],
+        )
+    ]
+    data = post(server, "/v1/logits", {"sequences": sequences, "logits_encoding": "b64_fp32"})["data"]
+    p, q = (
+        softmax(
+            np.stack([np.frombuffer(base64.b64decode(row), "<f4") for row in each["logits"]["data"]]).astype(
+                np.float64
+            ),
+            axis=-1,
+        )
+        for each in data
+    )
+    np.testing.assert_allclose(generated["jsd"], jensenshannon(p, q, base=2, axis=-1) ** 2, atol=1e-5)
+    np.testing.assert_allclose(generated["kl_pq"], rel_entr(p, q).sum(-1) / np.log(2), atol=1e-4)
+    np.testing.assert_allclose(generated["tvd"], np.abs(p - q).sum(-1) / 2, atol=1e-5)
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 def test_a_signal_while_the_model_loads_ends_it_cleanly(tmp_path: Path) -> None:

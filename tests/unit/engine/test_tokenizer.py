@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
+from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -92,3 +92,22 @@ def test_a_template_variable_reaches_the_template() -> None:
 def test_no_spaces_are_cleaned_up() -> None:
     text = "x != y and a . b , c ?"
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_a_continuation_is_what_the_model_would_write_behind_the_prompt() -> None:
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode("Grüße<|im_end|>\n")
+    assert tokenizer.encode_continuation(prompt, " or more") == tokenizer.encode(" or more")
+    assert tokenizer.encode_continuation(prompt, "") == []
+
+
+def test_no_space_is_put_before_a_continuation() -> None:
+    backend = Backend(
+        BPE(vocab={"\u2581": 0, "H": 1, "i": 2, "\u2581H": 3, "\n": 4, "a": 5}, merges=[("\u2581", "H")])
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert tokenizer.encode("Hi") == [3, 2]
+    assert tokenizer.encode_continuation([5], "Hi") == [1, 2]
+    assert tokenizer.encode_continuation([5], " Hi") == [3, 2]
