@@ -302,14 +302,6 @@ def test_a_checkpoint_that_is_not_there_stops_the_start_with_its_name(tmp_path: 
     assert str(tmp_path / "none") in process.stderr
 
 
-def post(server: ServerProcess, path: str, body: Any) -> Any:
-    request = urllib.request.Request(
-        f"{server.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)
-
-
 def test_rendering_and_generating_give_what_the_chat_gives(server: ServerProcess) -> None:
     body = {
         "messages": [{"role": "user", "content": "Name a colour. Answer with an emoji 🚀 too."}],
