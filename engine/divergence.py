@@ -9,6 +9,7 @@ Of p = softmax(x / t) and q = softmax(y / t), with natural logarithms, summed ov
 - H(p) = -sum p ln p: Shannon (1948), "A Mathematical Theory of Communication".
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,8 @@ def _block(rows_p: Tensor, rows_q: Tensor, token_ids: Tensor, temperature: float
     x, y = rows_p.double(), rows_q.double()  # (n, V)
     logprobs = [_at(each, token_ids) for each in (x, y)]  # (n,)
     if temperature != 1:
-        x, y = x / temperature, y / temperature
+        # Less their maximum, since a tiny temperature would overflow it.
+        x, y = ((each - each.amax(-1, keepdim=True)) / temperature for each in (x, y))
     (p, log_p), (q, log_q) = _softmax(x), _softmax(y)
     entropy_p, entropy_q = -_expected(p, log_p), -_expected(q, log_q)
     kl_pq = -entropy_p - _expected(p, log_q)
@@ -57,7 +59,8 @@ def _block(rows_p: Tensor, rows_q: Tensor, token_ids: Tensor, temperature: float
     tvd = (p - q).abs_().sum(-1) / 2
     middle = p.add_(q).div_(2)
     jsd = torch.special.entr(middle).sum(-1) - (entropy_p + entropy_q) / 2
-    # Rounding may leave equal rows a little below 0.
+    # Rounding may leave equal rows a little below 0, and rows that share nothing a little above ln 2.
+    jsd = jsd.clamp_(max=math.log(2))
     jsd, kl_pq, kl_qp, entropy_p, entropy_q = (
         each.clamp_(min=0) for each in (jsd, kl_pq, kl_qp, entropy_p, entropy_q)
     )

@@ -62,6 +62,7 @@ class Engine:
         self._load = load
         self._inbox = Inbox(config.max_queue)
         self._outboxes: dict[str, Outbox] = {}
+        self._whole_only: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._settled = asyncio.Event()
@@ -186,6 +187,9 @@ class Engine:
         outbox = Outbox(self.config.outbox_bytes, self._inbox.wake)
         self._inbox.submit(Submit(request, outbox, time.perf_counter()))
         self._outboxes[request.request_id] = outbox
+        if request.max_tokens == 0:
+            # Part of what was asked for about given tokens is no answer.
+            self._whole_only.add(request.request_id)
         self._idle.clear()
         return outbox
 
@@ -204,6 +208,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, whether it has ended or not. The worker drops it at the next step."""
+        self._whole_only.discard(request_id)
         if self._outboxes.pop(request_id, None) is not None:
             self._inbox.send(Cancel(request_id))
         if not self._outboxes:
@@ -220,10 +225,14 @@ class Engine:
         """
         found = []
         for asked in request_ids:
-            own = [name for name in self._outboxes if name == asked or name.rpartition("-")[0] == asked]
+            own = [
+                name
+                for name in self._outboxes
+                if asked in (name, name.rpartition("-")[0]) and name not in self._whole_only
+            ]
             for name in own:
                 self._inbox.send(Abort(name))
-            if own:
+            if own and asked not in found:
                 found.append(asked)
         return found
 

@@ -46,7 +46,7 @@ class ParseContext(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stop_token_ids: list[TokenId] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    min_tokens: int = 0
+    min_tokens: Count = 0
 
 
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):

@@ -71,6 +71,7 @@ class Answer(ABC):
         self._plan = plan
         self._requests = list(requests)
         self._outcome = "answered"
+        self._submitted: list[str] = []
         self._sending_since: float | None = None
         self._choices = list(choices)
 
@@ -81,13 +82,8 @@ class Answer(ABC):
             EngineError: The request failed before the first byte; the app answers it with its status.
         """
         tasks: list[asyncio.Future[Any]] = []
-        # Only these are ours to cancel: an id that is refused may be another request's.
-        submitted: list[str] = []
         try:
-            outboxes = []
-            for request in self._requests:
-                outboxes.append(self._engine.submit(request))
-                submitted.append(request.request_id)
+            outboxes = [self._submit(request) for request in self._requests]
             writing = asyncio.ensure_future(self._write(outboxes, send))
             leaving = asyncio.ensure_future(_disconnected(receive))
             stalling = asyncio.ensure_future(self._stalled())
@@ -110,12 +106,22 @@ class Answer(ABC):
             raise
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.
-            for request_id in submitted:
+            for request_id in self._submitted:
                 self._engine.cancel(request_id)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._note(scope)
+
+    def _submit(self, request: GenerationRequest) -> Outbox:
+        """Queue a request; whatever ends the answer takes it back.
+
+        Raises:
+            EngineError: The engine refuses it. Its id may be another request's, so it is not ours to cancel.
+        """
+        outbox = self._engine.submit(request)
+        self._submitted.append(request.request_id)
+        return outbox
 
     def _cut(self, scope: Scope) -> None:
         """Give up a client that takes nothing."""
@@ -271,7 +277,7 @@ class JsonAnswer(GenerationAnswer):
             await self._send_piece(send, body, is_last=True)
             return
         await self._start(send, "application/json")
-        is_wide = self._plan.num_top_logprobs > MAX_QUICK_ENTRIES
+        is_wide = self._plan.width > MAX_QUICK_ENTRIES
         while (
             piece := await asyncio.to_thread(next, pieces, None) if is_wide else next(pieces, None)
         ) is not None:
@@ -286,7 +292,8 @@ class JsonAnswer(GenerationAnswer):
         if plan.row_dtype is not None or plan.logit_token_ids:
             return False
         num_tokens = sum(len(choice.tokens) for choice in self._choices)
-        return not plan.wants_entries or num_tokens * (1 + plan.num_top_logprobs) <= MAX_QUICK_ENTRIES
+        has_entries = plan.wants_entries or plan.wants_prompt_entries or plan.width
+        return not has_entries or num_tokens * (1 + plan.width) <= MAX_QUICK_ENTRIES
 
     def _marked(self, blocks: "Blocks", index: int) -> dict[str, Any]:
         """Return the fields of one choice that hold rows, with marks in place of the values."""
@@ -400,7 +407,7 @@ class EventsAnswer(GenerationAnswer):
         for start in range(0, len(tokens), MAX_TOKENS_AT_ONCE):
             part = tokens[start : start + MAX_TOKENS_AT_ONCE]
             usage = self._usage(len(tokens) - start - len(part))
-            if len(part) * self._plan.num_top_logprobs > MAX_QUICK_ENTRIES:
+            if len(part) * self._plan.width > MAX_QUICK_ENTRIES:
                 events = await asyncio.to_thread(self._encoded, choice, part, usage)
             else:
                 events = self._encoded(choice, part, usage)

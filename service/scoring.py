@@ -172,7 +172,12 @@ class LogitsArrowAnswer(Answer):
                     has_started = True
                 finish = None if choice.finish is None else choice.finish.reason.value
                 segmented = list(writer.segments(choice.index, tokens))
-                for piece in writer.write(choice.index, segmented, finish):
+                if self._scoring.plan.num_top_logprobs or self._scoring.columns:
+                    # Lists of any length take their time.
+                    pieces = await asyncio.to_thread(writer.write, choice.index, segmented, finish)
+                else:
+                    pieces = writer.write(choice.index, segmented, finish)
+                for piece in pieces:
                     await self._send_piece(send, piece)
                 if choice.finish is not None:
                     # It holds no rows any more, and others may be waiting for just that.
@@ -212,9 +217,7 @@ class DivergenceJsonAnswer(Answer):
             await _gathered(outbox, generated)
             token_ids = tuple(token.event.token_id for token in generated.tokens if token.event is not None)
             request = self._comparison.request(token_ids)
-            # Whatever happens, it is cancelled with the others.
-            self._requests.append(request)
-            outbox = self._engine.submit(request)
+            outbox = self._submit(request)
         await _gathered(outbox, compared)
         values = [token.event.divergence for token in compared.tokens if token.event is not None]
         answer = divergence_answer(

@@ -5,7 +5,7 @@ A stream sends these tokens as they come, and a whole answer is made of the same
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from engine.outbox import Event
@@ -258,10 +258,7 @@ def _without_rows(token: Token) -> Token:
     event = token.event
     if event is None or (event.row is None and event.stats is None and event.selected is None):
         return token
-    bare = TokenEvent(
-        event.token_id, event.texts, event.logprob, event.top_logprobs, is_prompt=event.is_prompt
-    )
-    return Token(bare, token.segment, token.content, token.reasoning, token.tool_parts, token.offset)
+    return replace(token, event=replace(event, row=None, stats=None, selected=None))
 
 
 def text_offsets(

@@ -104,6 +104,8 @@ def plan_divergence(
         ContextLengthError: A context and the completion do not fit the model's context.
         InvalidRequestError: The chat template refuses messages.
     """
+    if request.stop:
+        needs_text(tokenizer, "stop")
     p, q = (
         tuple(context_ids(context, name, tokenizer, info, settings))
         for name, context in (("p", request.p), ("q", request.q))

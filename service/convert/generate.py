@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from engine.errors import ContextLengthError
 from engine.grammar import Grammar
 from engine.stopping import StopChecker
 from engine.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ def check_generate(
     problems = check_fields(request, form, settings)
     for name in ("logprobs", "prompt_logprobs"):
         problems += check_top_logprobs(getattr(request, name), MAX_LOGPROBS, settings, name)
-    for name in ("token_ids", "logprob_token_ids"):
+    for name in ("token_ids", "logprob_token_ids", "stop_token_ids"):
         problems += _id_problems(name, getattr(request, name) or (), info)
     mode = request.output_mode or "tokens"
     if mode != "derender" and request.parse_context is not None:
@@ -142,7 +143,7 @@ def plan_generate(
     Raises:
         ServiceError: ``logit_budget_exceeded``.
     """
-    ids = tuple(request.logprob_token_ids or ())
+    ids = tuple(dict.fromkeys(request.logprob_token_ids or ()))
     has_entries = request.logprobs is not None or bool(request.return_logprobs) or bool(ids)
     return plan_answer(
         request,
@@ -278,7 +279,8 @@ class GenerateDialect(MessageDialect):
             return UNSET
         scores = np.full((len(self._candidates), max(map(len, self._candidates))), -np.inf, np.float32)
         events = [token.event for token in choice.tokens if token.is_prompt and token.event is not None]
-        for row, ids, event in zip(scores, self._candidates, events, strict=True):
+        # An answer that was aborted has the first ones only.
+        for row, ids, event in zip(scores, self._candidates, events, strict=False):
             if event.id_logprobs is not None:
                 row[: len(ids)][np.asarray(ids) >= 0] = event.id_logprobs.logprobs
         file = io.BytesIO()
@@ -395,6 +397,16 @@ def _sampled(event: TokenEvent) -> SampledLogprob:
 
 
 # Rendering, and the way back.
+
+
+def check_fits(num_prompt_tokens: int, max_tokens: int | None, info: ModelInfo) -> None:
+    """Refuse a prompt that would not fit the context with what is to follow it.
+
+    Raises:
+        ContextLengthError: It does not fit.
+    """
+    if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > info.max_model_len:
+        raise ContextLengthError(num_prompt_tokens, max_tokens, info.max_model_len)
 
 
 def rendered_chat(request: ChatRequest, prompt: ChatPrompt, model: str) -> RenderedRequest:

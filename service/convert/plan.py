@@ -48,6 +48,7 @@ class Plan:
         wants_prompt_entries: Logprobs entries of the prompts' tokens.
         has_usage, has_running_usage: Whether a stream ends with the totals, and has counts in each chunk.
         names_ids: Whether token strings are written as ``token_id:N``.
+        width: Alternatives and other ids that one token may bring along.
         keep_alive_s: Seconds of silence after which a stream of events gets a comment.
     """
 
@@ -72,6 +73,7 @@ class Plan:
     has_usage: bool = False
     has_running_usage: bool = False
     names_ids: bool = False
+    width: int = 0
     keep_alive_s: float = 5.0
 
     @property
@@ -252,6 +254,11 @@ def plan_answer(
         has_usage=options is not None and bool(options.include_usage),
         has_running_usage=options is not None and bool(options.continuous_usage_stats),
         names_ids=bool(request.return_tokens_as_token_ids),
+        width=max(
+            _or_all(num_top_logprobs, info) if wants_entries else 0,
+            _or_all(num_prompt_top_logprobs or 0, info),
+            info.vocab_size if others.get("sampling_support") else 0,
+        ),
         keep_alive_s=settings.keep_alive,
     )
     # An Arrow answer, or any other stream, has some rows in its outbox only. A JSON answer keeps them all.
@@ -267,12 +274,19 @@ def plan_answer(
                 max_tokens, len(logit_token_ids), plan, settings, is_stream=is_stream
             )
             held_bytes = max_tokens * len(logit_token_ids) * BYTES_PER_VALUE
-        if plan.num_top_logprobs:
-            num = plan.num_top_logprobs
-            max_tokens = _within_text_budget(
-                max_tokens, num * VALUES_PER_ALTERNATIVE, plan, settings, is_stream=is_stream
-            )
-            held_bytes += 2 * max_tokens * num * BYTES_PER_VALUE
+        num_values = plan.num_top_logprobs * VALUES_PER_ALTERNATIVE
+        if others.get("sampling_support"):
+            # At most all ids, each written in about half the room of a logit.
+            num_values += info.vocab_size // 2
+        if num_values:
+            max_tokens = _within_text_budget(max_tokens, num_values, plan, settings, is_stream=is_stream)
+            num_held = 2 * plan.num_top_logprobs + info.vocab_size * bool(others.get("sampling_support"))
+            held_bytes += max_tokens * num_held * BYTES_PER_VALUE
+        num_prompt = _or_all(num_prompt_top_logprobs or 0, info)
+        num_values = plan.num_prompt_tokens * num_prompt * VALUES_PER_ALTERNATIVE
+        num_values += sum(map(len, others.get("prompt_logprob_token_ids", ())))
+        _check_prompt_budget(num_values, settings, is_stream=is_stream)
+        held_bytes += 2 * num_values * BYTES_PER_VALUE // VALUES_PER_ALTERNATIVE
     except ServiceError as error:
         raise ServiceError(error.code, str(error), max_tokens_name) from error
     if held_bytes:
@@ -356,6 +370,17 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
         return seed
     digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _check_prompt_budget(num_values: int, settings: Settings, *, is_stream: bool) -> None:
+    """Refuse a JSON answer with more numbers of the prompt's tokens than it may hold."""
+    num_bytes = num_values * JSON_BYTES_PER_VALUE
+    if num_bytes > settings.max_answer_bytes and not is_stream:
+        raise ServiceError(
+            "logit_budget_exceeded",
+            f"the numbers of the prompt's tokens would take {num_bytes:,} bytes; MAX_ANSWER_BYTES allows "
+            f"{settings.max_answer_bytes:,}",
+        )
 
 
 def _within_text_budget(

@@ -59,6 +59,18 @@ def test_fields_may_stand_inside_the_sampling_params_or_beside(scripted: ServerT
         ({"sampling_params": 5}, "invalid_value", "sampling_params"),
         ({"sampling_params": {"temperature": -1}}, "invalid_value", "sampling_params.temperature"),
         ({"sampling_params": {"temprature": 1}}, "unknown_parameter", "sampling_params.temprature"),
+        ({"sampling_params": {"logprobs": 21}}, "invalid_value", "sampling_params.logprobs"),
+        ({"sampling_params": {"logit_bias": {"-1": 1}}}, "invalid_value", "sampling_params.logit_bias.-1"),
+        (
+            {"sampling_params": {"stop_token_ids": [1, 600]}},
+            "invalid_value",
+            "sampling_params.stop_token_ids[1]",
+        ),
+        (
+            {"sampling_params": {"response_format": {"type": "x"}}},
+            "invalid_value",
+            "sampling_params.response_format.type",
+        ),
         ({"sampling_params": {"bad_words": ["x"]}}, "unsupported_parameter", "sampling_params.bad_words"),
         ({"sampling_params": {"token_ids": [1]}}, "invalid_value", "sampling_params.token_ids"),
         ({"sampling_params": {"seed": 1}, "seed": 1}, "invalid_value", "sampling_params.seed"),
@@ -366,6 +378,7 @@ def test_ids_go_in_and_out_without_a_tokenizer(bare: ServerThread, scripted: Ser
             "sequences[0].messages",
         ),
         ("/v1/divergence", {"p": {"token_ids": [1]}, "q": {"text": "x"}}, "q.text"),
+        ("/v1/divergence", {"p": {"token_ids": [1]}, "q": {"token_ids": [2]}, "stop": "a"}, "stop"),
         (
             "/v1/divergence",
             {"p": {"token_ids": [1]}, "q": {"token_ids": [2]}, "completion": "x"},
@@ -392,3 +405,107 @@ def test_there_is_no_tokenizer_to_describe(bare: ServerThread) -> None:
     assert bare.request("GET", "/tokenizer_info").status == 422
     assert bare.request("GET", "/ready").status == 200
     assert bare.request("GET", "/v1/models").status == 200
+
+
+# What was found by trying to break it.
+
+
+def test_the_end_record_of_rows_has_what_the_json_answer_has(scripted: ServerThread) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 4,
+        "logprobs": 2,
+        "return_sampling_mask": True,
+        "prompt_logprobs": 1,
+    }
+    others: dict[str, Any] = {
+        "max_tokens": 3,
+        "logprob_token_ids": [5],
+        "prompt_logprob_token_ids": [[1], [2, 3], [4]],
+    }
+    for asked in (fields, others):
+        whole = generate(scripted, **asked).json
+        body = generate(scripted, {"accept": "application/vnd.apache.arrow.stream"}, **asked).body
+        with pa.ipc.open_stream(io.BytesIO(body)) as reader:
+            *_, last = reader.iter_batches_with_custom_metadata()
+        end = json.loads(last.custom_metadata[b"logitwire.end"])
+        for name in ("logprobs", "sampling_mask", "token_ids"):
+            assert end["choices"][0].get(name) == whole["choices"][0].get(name)
+        for name in ("prompt_logprobs", "prompt_token_id_logprobs"):
+            assert end.get(name) == whole.get(name)
+
+
+def test_masks_and_prompt_entries_count_against_what_an_answer_may_hold(serve: Serve) -> None:
+    server = serve(max_answer_bytes=100_000, max_top_logprobs=-1)
+    for fields in (
+        {"return_sampling_mask": True, "max_tokens": 400},
+        {"prompt_logprobs": -1, "max_tokens": 1},
+        {"token_ids": [1] * 40, "prompt_logprob_token_ids": [[2] * 300] * 39, "max_tokens": 1},
+    ):
+        reply = generate(server, **fields)
+        assert (reply.status, reply.error["code"]) == (422, "logit_budget_exceeded"), fields
+
+
+def test_candidates_of_an_aborted_request_are_those_that_came(serve: Serve) -> None:
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def hook(place: int, row: Any) -> None:
+        has_begun.set()
+        go_on.wait(10)
+
+    server = serve(hooked_load(hook), max_batch_size=1)
+    first = threading.Thread(target=lambda: generate(server))
+    first.start()
+    assert has_begun.wait(10)
+    replies: list[Reply] = []
+    fields = {"prompt_logprob_token_ids": [[1, 2]] * 3, "request_id": "waits"}
+    second = threading.Thread(target=lambda: replies.append(generate(server, **fields)))
+    second.start()
+    while server.request("POST", "/abort_requests", {"request_ids": ["waits"]}).json["aborted"] != ["waits"]:
+        pass
+    go_on.set()
+    second.join(10)
+    first.join(10)
+    choice = choice_of(replies[0])
+    assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
+    scores = np.load(io.BytesIO(base64.b64decode(replies[0].json["prompt_token_id_logprobs"])))
+    assert scores.shape == (3, 2)
+
+
+def test_rows_of_given_tokens_are_whole_or_nothing(serve: Serve) -> None:
+    server = serve(outbox_bytes=10_000)
+    connection = server.connect()
+    body = json.dumps({"sequences": [{"token_ids": [1] * 2000}]})
+    accept = {"accept": "application/vnd.apache.arrow.stream", "content-type": "application/json"}
+    connection.request("POST", "/v1/logits", body, accept)
+    with pa.ipc.open_stream(connection.getresponse()) as reader:
+        name = json.loads(reader.schema.metadata[b"logitwire.response"])["id"]
+        assert server.request("POST", "/abort_requests", {"request_ids": [name]}).json == {"aborted": []}
+        assert reader.read_all().num_rows == 1999
+    connection.close()
+
+
+def test_a_divergence_leaves_nothing_behind(serve: Serve) -> None:
+    server = serve()
+    for _ in range(3):
+        body = {"p": {"token_ids": [1]}, "q": {"token_ids": [2]}, "max_tokens": 1}
+        assert server.request("POST", "/v1/divergence", body).status == 200
+    assert server.engine.num_requests == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-300, 0.1, 1.0])
+def test_a_divergence_is_a_number_at_any_temperature(scripted: ServerThread, temperature: float) -> None:
+    contexts = {"p": {"token_ids": [1, 2]}, "q": {"token_ids": [3]}}
+    body = {**contexts, "completion": {"token_ids": [7, 8, 9]}, "temperature": temperature}
+    found = scripted.request("POST", "/v1/divergence", body).json
+    assert all(0 <= each <= 1 for name in ("jsd", "tvd") for each in found[name])
+
+
+def test_what_cannot_be_generated_is_not_rendered(scripted: ServerThread) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 5000}]}
+    assert scripted.request("POST", "/v1/chat/completions/render", body).status == 413
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5000}
+    assert scripted.request("POST", "/v1/chat/completions/render", body).status == 413
+    assert scripted.request("POST", "/v1/completions/render", {"prompt": [1] * 5000}).status == 413
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": wanted}
+    assert scripted.request("POST", "/v1/chat/completions/render", body).status == 422
