@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -73,7 +73,12 @@ class RowWriter:
     """Writes the batches of one answer. Each call returns the bytes to send, in pieces.
 
     A piece may be the memory of a row itself, so the row must not change any more.
+
+    Attributes:
+        ends_anywhere: Whether a choice may end with a row of its prompt.
     """
+
+    ends_anywhere: ClassVar[bool] = False
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, others: Sequence[pa.Field] = ()) -> None:
         """Prepare.
@@ -131,8 +136,10 @@ class RowWriter:
             finish_reason: If these are the last ones.
         """
         rows = [token for token in tokens if token.event is not None and self._has_row(token.event)]
-        for is_prompt, part in groupby(rows, key=lambda token: token.is_prompt):
-            self._write_part(choice, list(part), None if is_prompt else finish_reason)
+        parts = [list(part) for _, part in groupby(rows, key=lambda token: token.is_prompt)]
+        for part in parts:
+            is_end = part is parts[-1] and (self.ends_anywhere or not part[0].is_prompt)
+            self._write_part(choice, part, finish_reason if is_end else None)
         return self._sink.drain()
 
     def _has_row(self, event: TokenEvent) -> bool:

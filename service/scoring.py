@@ -103,6 +103,8 @@ def _alternatives(event: TokenEvent) -> list[dict[str, float]]:
 class ScoreWriter(RowWriter):
     """Writes rows of given tokens: positions count from the beginning of a sequence."""
 
+    ends_anywhere = True
+
     def __init__(self, scoring: ScoringPlan, tokenizer: Tokenizer) -> None:
         self._scoring = scoring
         others = [*RAGGED_FIELDS] if scoring.columns else []
