@@ -55,7 +55,7 @@ def next_scores(
     is no larger than a chunk of prompts, and little of it is padding.
 
     Args:
-        sequences: Those that want rows and may run, oldest first; at least one.
+        sequences: Those that want rows and may run, in the order of their claims; at least one.
         max_tokens: Of a pass.
         vocab_size: V.
         outbox_bytes: What one outbox may hold; half of it is filled at once, so that the next rows can be

@@ -23,6 +23,7 @@ class Sequence:
         num_prompt_rows: How many rows of the prompt have been delivered.
         num_cached: How many prompt tokens an earlier sequence had run.
         grammar: Where the completion is in its grammar, if it has one; making way does not change that.
+        scored_in: The last step that ran rows of its prompt.
         paused_since: When its outbox was first found full; ``None`` while it has room.
         contrast: The second context, if the request has one. It goes wherever this one goes; the scheduler
             knows only this one.
@@ -43,6 +44,7 @@ class Sequence:
     admitted_at: float = 0.0
     prefilled_at: float = 0.0
     max_batch_size: int = 0
+    scored_in: int = 0
     paused_since: float | None = None
     grammar: GrammarState | None = None
     contrast: "Sequence | None" = None

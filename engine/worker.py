@@ -111,6 +111,7 @@ class Worker:
         self._is_stopping = False
         self._has_failed = False
         self._has_scored = False
+        self._num_scores = 0
 
     def run(self) -> None:
         """Serve until a :class:`engine.inbox.Stop`; whatever else ends it fails every request."""
@@ -350,11 +351,15 @@ class Worker:
         if not sequences:
             return []
         units = next_scores(
-            sequences,
+            # Whoever has waited longest, so that short texts need not wait for the whole of a long one.
+            sorted(sequences, key=lambda each: each.scored_in),
             max_tokens=self._config.prefill_chunk,
             vocab_size=self._model.runner.vocab_size,
             outbox_bytes=self._config.outbox_bytes,
         )
+        self._num_scores += 1
+        for unit in units:
+            unit[0].sequence.scored_in = self._num_scores
         if units[0][0].keep:
             return self._run_units(units)
         return self._run([(chunk.sequence, chunk.num) for unit in units for chunk in unit])

@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,9 +107,9 @@ class Reference:
         ]
         assert len(divergences(rows[0], rows[1], completion)) == NUM_COMPARED
 
-    def echoes(self, num: int = NUM_ECHOES) -> None:
-        """Score short texts, one after the other."""
-        for _ in range(num):
+    def echoes(self) -> None:
+        """Score some short texts, one after the other."""
+        for _ in range(NUM_ECHOES // 4):
             ids = self._given.ids(ECHO_TOKENS)
             logprobs = torch.log_softmax(self._forward(ids), -1)
             logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])
@@ -133,12 +134,10 @@ def _bars(served: Served, reference: Reference, repeats: int) -> list[Bar]:
     compared, plain_compared = interleaved(
         [_rate(NUM_COMPARED, served.compare), _rate(NUM_COMPARED, reference.compare)], repeats
     )
-    # One of them takes long enough to need no warm-up of that length, and no more than one repeat.
+    # So many requests need neither a warm-up of that length nor a repeat.
     served.echoes(8, 8)
-    eight, many, plain = (
-        _rate(NUM_ECHOES, call)()
-        for call in (lambda: served.echoes(8), lambda: served.echoes(32), reference.echoes)
-    )
+    eight, many = (_rate(NUM_ECHOES, partial(served.echoes, at_once))() for at_once in (8, 32))
+    plain = _rate(NUM_ECHOES // 4, reference.echoes)()
     return [
         Bar(
             "rows of 1,000 given tokens, to a client",

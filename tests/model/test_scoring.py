@@ -331,6 +331,22 @@ def test_rows_of_a_long_text_never_fill_more_than_half_an_outbox_at_once() -> No
     assert max(keep for _, keep, _ in runner.passes) == 4
 
 
+def test_a_short_text_does_not_wait_for_the_whole_of_a_long_one() -> None:
+    runner = watching()
+    events: list[int] = []
+
+    class Noting(Outbox):
+        def deliver(self, delivered: Any) -> None:
+            events.append(len(delivered))
+            super().deliver(delivered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.Outbox", Noting)
+        run(runner, [scored(bytes(200 * [7])), scored(b"four")], chunk=10)
+    # The long one's first chunk, the short one with its end, and then the others.
+    assert events[:3] == [10, 4, 10]
+
+
 def test_two_contexts_run_side_by_side() -> None:
     runner = watching()
     run(runner, [compared(b"p" * 5, b"q" * 9, b"the same tokens for both")], chunk=256)

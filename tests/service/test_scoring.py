@@ -101,10 +101,18 @@ def test_the_same_rows_come_as_json_and_as_arrow(server: ServerThread) -> None:
 
 
 def test_the_whole_range_has_context_rows_in_the_segment_prompt(server: ServerThread) -> None:
-    asked = {"sequences": [{"token_ids": [1, 2, 3, 4, 5], "prompt_length": 3}], "range": "all"}
+    asked: dict[str, Any] = {
+        "sequences": [{"token_ids": [1, 2, 3, 4, 5], "prompt_length": 3}],
+        "range": "all",
+    }
     table, _ = table_of(logits(server, ARROW, **asked))
     assert table["position"].to_pylist() == [1, 2, 3, 4]
     assert table["segment"].to_pylist() == ["prompt", "prompt", "content", "content"]
+    assert table["finish_reason"].to_pylist() == [None, None, None, "length"]
+    asked["sequences"][0]["prompt_length"] = 5
+    table, _ = table_of(logits(server, ARROW, **asked))
+    assert table["segment"].to_pylist() == ["prompt"] * 4
+    assert table["finish_reason"].to_pylist() == [None, None, None, "length"]
 
 
 def test_the_next_token_has_a_row_and_no_id(server: ServerThread) -> None:
@@ -342,6 +350,24 @@ def test_an_absent_completion_is_generated_from_p(server: ServerThread) -> None:
     assert len(drawn["jsd"]) == 30
     given = diverge(server, **contexts, completion={"token_ids": [97, 98, 99]}).json
     assert given["token_ids"] == [97, 98, 99]
+
+
+def test_a_long_comparison_holds_a_few_rows_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    divergences = engine_scoring.divergences
+
+    def watching(rows_p: Any, *rest: Any) -> Any:
+        nonlocal largest
+        largest = max(largest, len(rows_p))
+        return divergences(rows_p, *rest)
+
+    monkeypatch.setattr(engine_scoring, "divergences", watching)
+    monkeypatch.setattr(engine_scoring, "MAX_ROW_BYTES", 100 * 4 * VOCAB_SIZE)
+    server = serve(hooked_load(max_model_len=20_000))
+    completion = {"token_ids": [5, 6, 7, 8] * 2500}
+    answer = diverge(server, p={"text": "a"}, q={"text": "bc"}, completion=completion).json
+    assert len(answer["jsd"]) == 10_000
+    assert largest == 50
 
 
 @pytest.mark.parametrize(
