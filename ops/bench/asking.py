@@ -41,6 +41,7 @@ class _NoExtracts:
     def __init__(self, *_: object) -> None:
         nothing: dict[int, object] = {}
         self.logprobs = self.top_logprobs = self.stats = self.selected = self.rows = nothing
+        self.ranks = self.id_logprobs = nothing
 
 
 def run(options: Options) -> list[Bar]:
