@@ -1,13 +1,27 @@
 """Fixtures for all layers, and the order: fast tests first, whatever the random order is."""
 
+import os
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from engine.engine import Load
 from engine.loading import load as real_load
 from service.settings import Settings
 from tests.serving import ServerThread
+
+# The same examples each time, so that a change is judged by what it changes; and no limit on the time of one,
+# since a busy machine is no fault. HYPOTHESIS_PROFILE=explore looks for new examples.
+hypothesis.settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "steady")
 
 
 @pytest.hookimpl(trylast=True)
