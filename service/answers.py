@@ -24,6 +24,7 @@ from engine.errors import EngineError
 from engine.outbox import Event, Outbox
 from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
+from schemas.base import WireResponse
 from schemas.logits import LogitsBlock, LogitsEncoding, SelectedLogits, Usage
 from service import telemetry
 from service.arrow import RowWriter
@@ -457,25 +458,31 @@ def _event(chunk: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-class ArrowAnswer(GenerationAnswer):
-    """An Arrow IPC stream; every batch leaves as soon as its tokens are there."""
+class ArrowStream(Answer):
+    """An Arrow IPC stream; every batch leaves as soon as its rows are there."""
 
-    waits_for_text = False
+    @abstractmethod
+    def _begin(self) -> RowWriter:
+        """Return the writer of the stream; called before any event."""
+
+    @abstractmethod
+    async def _batches(self, writer: Any, choice: Choice, tokens: list[Token]) -> list[memoryview]:
+        """Return what is to be sent of a choice's next tokens."""
+
+    @abstractmethod
+    def _whole(self, writer: RowWriter) -> WireResponse:
+        """Return the answer without rows, for the end record."""
 
     async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
-        writer = RowWriter(self._plan, self._engine.tokenizer)
+        writer = self._begin()
         has_started = False
-        for choice in self._choices:
-            choice.opening()
-        self._held: dict[int, list[Token]] = {}
         try:
             async for choice, tokens in self._follow(outboxes):
                 if not has_started:
                     # Not earlier: until the first row is there, a failure still has its own status.
                     await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
                     has_started = True
-                finish = None if choice.finish is None else self._dialect.finish_reason(choice)
-                for piece in writer.write(choice.index, self._ready(choice, tokens), finish):
+                for piece in await self._batches(writer, choice, tokens):
                     await self._send_piece(send, piece)
                 if choice.finish is not None:
                     # It holds no rows any more, and others may be waiting for just that.
@@ -491,10 +498,29 @@ class ArrowAnswer(GenerationAnswer):
             # client takes the rows that it has for all there are.
             return
         # The end record may hold entries, as many as a whole answer.
-        record = await asyncio.to_thread(self._end_record, writer)
+        record = await asyncio.to_thread(lambda: writer.end(self._whole(writer)))
         for piece in record:
             await self._send_piece(send, piece)
         await self._send_piece(send, b"", is_last=True)
+
+
+class ArrowAnswer(ArrowStream, GenerationAnswer):
+    """The rows of a generation."""
+
+    waits_for_text = False
+
+    def _begin(self) -> RowWriter:
+        for choice in self._choices:
+            choice.opening()
+        self._held: dict[int, list[Token]] = {}
+        return RowWriter(self._plan, self._engine.tokenizer)
+
+    async def _batches(self, writer: RowWriter, choice: Choice, tokens: list[Token]) -> list[memoryview]:
+        finish = None if choice.finish is None else self._dialect.finish_reason(choice)
+        return writer.write(choice.index, self._ready(choice, tokens), finish)
+
+    def _whole(self, writer: RowWriter) -> WireResponse:
+        return self._dialect.whole(self._choices, num_rows=writer.num_rows)
 
     def _ready(self, choice: Choice, tokens: list[Token]) -> list[Token]:
         """Return the tokens to write now: all but the last one, if it may turn out to be the last of all.
@@ -507,9 +533,6 @@ class ArrowAnswer(GenerationAnswer):
             if self._dialect.hides_tokens or is_scored:
                 self._held[choice.index] = [ready.pop()]
         return ready
-
-    def _end_record(self, writer: RowWriter) -> list[memoryview]:
-        return writer.end(self._dialect.whole(self._choices, num_rows=writer.num_rows))
 
 
 def answer_for(form: Representation, *, is_stream: bool) -> type[GenerationAnswer]:

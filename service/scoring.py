@@ -11,21 +11,20 @@ import pyarrow as pa
 from litestar.types import Send
 
 from engine.engine import Engine
-from engine.errors import EngineError
 from engine.outbox import Outbox
 from engine.segments import Segment
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, TokenEvent
-from schemas.arrow import MEDIA_TYPE, RAGGED_FIELDS, TOP_FIELDS
+from schemas.arrow import RAGGED_FIELDS, TOP_FIELDS
+from schemas.base import WireResponse
 from schemas.logits import LogitsBlock, SelectedLogits
 from schemas.scoring import RaggedLogits
-from service.answers import Answer, Blocks, encoded, encoded_rows
+from service.answers import Answer, ArrowStream, Blocks, encoded, encoded_rows
 from service.arrow import RowWriter
 from service.convert.choice import Choice, Token
 from service.convert.dialect import MIN_LOGPROB, stats_block
 from service.convert.divergence import Comparison, divergence_answer
 from service.convert.scoring import ScoringPlan, logits_answer
-from service.errors import encode_error
 from service.metrics import Metrics
 from service.negotiate import Representation
 
@@ -148,8 +147,8 @@ class ScoreWriter(RowWriter):
         return pa.ListArray.from_arrays(offsets, pa.array(flat, kind.value_type), type=kind)
 
 
-class LogitsArrowAnswer(Answer):
-    """An Arrow IPC stream; rows leave as soon as they are there."""
+class LogitsArrowAnswer(ArrowStream):
+    """The rows of given tokens."""
 
     def __init__(
         self, engine: Engine, metrics: Metrics, scoring: ScoringPlan, requests: Sequence[GenerationRequest]
@@ -161,39 +160,19 @@ class LogitsArrowAnswer(Answer):
         ]
         super().__init__(engine, metrics, scoring.plan, choices, requests)
 
-    async def _write(self, outboxes: Sequence[Outbox], send: Send) -> None:
-        writer = ScoreWriter(self._scoring, self._engine.tokenizer)
-        has_started = False
-        try:
-            async for choice, tokens in self._follow(outboxes):
-                if not has_started:
-                    # Not earlier: until the first row is there, a failure still has its own status.
-                    await self._start(send, MEDIA_TYPE, cache_control="no-cache", x_accel_buffering="no")
-                    has_started = True
-                finish = None if choice.finish is None else choice.finish.reason.value
-                segmented = list(writer.segments(choice.index, tokens))
-                if self._scoring.plan.num_top_logprobs or self._scoring.columns:
-                    # Lists of any length take their time.
-                    pieces = await asyncio.to_thread(writer.write, choice.index, segmented, finish)
-                else:
-                    pieces = writer.write(choice.index, segmented, finish)
-                for piece in pieces:
-                    await self._send_piece(send, piece)
-                if choice.finish is not None:
-                    # It holds no rows any more, and others may be waiting for just that.
-                    self._engine.cancel(self._requests[choice.index].request_id)
-        except EngineError as error:
-            if not has_started:
-                raise
-            self._outcome = "failed"
-            logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
-            for piece in writer.fail(encode_error(error)):
-                await self._send_piece(send, piece)
-            # As in a generation's answer: without its last chunk, nobody takes it for whole.
-            return
-        for piece in writer.end(logits_answer(self._scoring, self._choices, num_rows=writer.num_rows)):
-            await self._send_piece(send, piece)
-        await self._send_piece(send, b"", is_last=True)
+    def _begin(self) -> ScoreWriter:
+        return ScoreWriter(self._scoring, self._engine.tokenizer)
+
+    async def _batches(self, writer: ScoreWriter, choice: Choice, tokens: list[Token]) -> list[memoryview]:
+        finish = None if choice.finish is None else choice.finish.reason.value
+        segmented = list(writer.segments(choice.index, tokens))
+        if self._scoring.plan.num_top_logprobs or self._scoring.columns:
+            # Lists of any length take their time.
+            return await asyncio.to_thread(writer.write, choice.index, segmented, finish)
+        return writer.write(choice.index, segmented, finish)
+
+    def _whole(self, writer: RowWriter) -> WireResponse:
+        return logits_answer(self._scoring, self._choices, num_rows=writer.num_rows)
 
 
 class DivergenceJsonAnswer(Answer):
