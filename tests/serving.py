@@ -4,6 +4,8 @@ import asyncio
 import http.client
 import json
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +15,14 @@ from service.server import build_server
 from service.settings import Settings
 
 DEADLINE_S = 15
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Wait for something that another thread is about to do."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
 
 
 class Reply:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Serve
 from tests.fakes import hooked_load
-from tests.serving import Reply, ServerThread
+from tests.serving import Reply, ServerThread, eventually
 from tests.streams import events_of
 
 PROMPT = list(b"Say:")
@@ -489,7 +489,8 @@ def test_a_divergence_leaves_nothing_behind(serve: Serve) -> None:
     for _ in range(3):
         body = {"p": {"token_ids": [1]}, "q": {"token_ids": [2]}, "max_tokens": 1}
         assert server.request("POST", "/v1/divergence", body).status == 200
-    assert server.engine.num_requests == 0
+    # The client has its answer before the handler has cleaned up behind it.
+    eventually(lambda: server.engine.num_requests == 0)
 
 
 @pytest.mark.parametrize("temperature", [1e-308, 1e-300, 0.1, 1.0])

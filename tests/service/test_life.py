@@ -17,17 +17,9 @@ from engine.config import EngineConfig
 from service.telemetry import JsonFormatter, TextFormatter
 from tests.conftest import Serve
 from tests.fakes import hooked_load
-from tests.serving import Reply, ServerThread
+from tests.serving import Reply, ServerThread, eventually
 
 ARROW = "application/vnd.apache.arrow.stream"
-
-
-def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
-    """Wait for something that another thread is about to do."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 class Gate:
