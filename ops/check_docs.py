@@ -8,7 +8,14 @@ from pathlib import Path
 from service.settings import settings_table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "clients/python/README.md")
+DOCUMENTS = (
+    "README.md",
+    "API.md",
+    "METHOD.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "clients/python/README.md",
+)
 BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 
 _PATH = re.compile(r"`((?:service|schemas|engine|clients|ops|tests|\.ci)/[\w./-]*)`")
