@@ -1,8 +1,10 @@
 """From a name to a model that is ready to step: checkpoint, tokenizer, embedded default."""
 
 import importlib.metadata
+import importlib.util
 import logging
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine.config import EngineConfig
+from engine.config import AUTOMATIC_MAPS, DISK, EngineConfig, parse_device_map
 from engine.errors import LoadError
 from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.memory import Fit, estimate, fit, gib, placement_limits, room
 from engine.no_tokenizer import NoTokenizer
 from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner
@@ -89,33 +92,85 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
-    options: dict[str, Any] = {}
-    if config.quantization:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=config.quantization == "4bit", load_in_8bit=config.quantization == "8bit"
-        )
+    how = _fit(path, config)
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=config.dtype,
-        device_map=config.device_map,
+        **_placement(config),
         # Named, it would be refused by models that have none; unnamed, it is what Transformers prefers.
         attn_implementation=None if config.attn_implementation == "sdpa" else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
-        **options,
+        quantization_config=_quantization(config.quantization),
     )
     model.eval()
     if config.skip_tokenizer:
         tokenizer: Tokenizer = NoTokenizer(model.config.get_text_config().vocab_size)
     else:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-    if config.pack_weights:
+    if how.pack_weights:
         logger.info("packed linear layers", extra={"layers": pack_linears(model)})
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    if DISK in device_map.values() or {"cpu"} < set(device_map.values()):
+        logger.warning("some layers are copied for each step", extra={"device_map": dict(device_map)})
     return (
         model_of(model, tokenizer, config),
         config.model_name or EMBEDDED_NAME,
         {str(module): str(device) for module, device in device_map.items()},
         own_sampling(model.generation_config),
+    )
+
+
+def _fit(path: str, config: EngineConfig) -> Fit:
+    """Check that the model fits, before a weight is read; return how it is to be loaded.
+
+    Raises:
+        LoadError: It cannot fit.
+    """
+    need = estimate(path, config) if config.check_memory else None
+    if need is None:
+        return Fit(config.pack_weights)
+    free = room()
+    logger.info("memory", extra={"needed": gib(need.total), "host": gib(free.host), "gpus": dict(free.gpus)})
+    how = fit(need, free, config)
+    for warning in how.warnings:
+        logger.warning("memory is short", extra={"consequence": warning})
+    return how
+
+
+def _placement(config: EngineConfig) -> dict[str, Any]:
+    """Return where the layers go, as Transformers' arguments."""
+    places = parse_device_map(config.device_map)
+    options: dict[str, Any] = {"device_map": places}
+    if config.offload_dir:
+        options["offload_folder"] = str(Path(config.offload_dir).expanduser())
+    if places in AUTOMATIC_MAPS:
+        if not torch.accelerator.is_available() and not config.offload_dir:
+            # Accelerate would move layers to the disk as soon as a tenth of the memory is left.
+            options["device_map"] = "cpu"
+        elif limits := placement_limits(room()):
+            options["max_memory"] = limits
+    return options
+
+
+def _quantization(kind: str) -> BitsAndBytesConfig | None:
+    """Return the quantization of a setting.
+
+    Raises:
+        LoadError: bitsandbytes is missing.
+    """
+    if not kind:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise LoadError(
+            f"QUANTIZATION={kind} needs bitsandbytes (the extra `quant`): "
+            f"{sys.executable} -m pip install 'bitsandbytes>=0.48'"
+        )
+    if kind == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    # NF4 loses less than the default FP4 (Dettmers et al. 2023). Inputs in bfloat16 and float32 are computed
+    # in their own dtype whatever is said here, and those in float16 should be too.
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
     )
 
 
