@@ -24,7 +24,7 @@ serve-fake:
 # Check Python, torch, GPUs, memory, port and cache for the settings; says what to do
 [group('run')]
 doctor:
-    @if [ -x {{python}} ]; then exec {{python}} -m ops.doctor; else exec python3 -m ops.doctor; fi
+    @exec ops/serve.sh --check
 
 # All tests, fast ones first
 [group('check')]

@@ -243,11 +243,10 @@ def embedded_checkpoint(cache_dir: Path) -> Path:
     target = cache_dir.expanduser() / "smollm2-135m-instruct-float32"
     if target.is_dir():
         return target
-    gguf = _embedded_gguf()
+    source = embedded_source()
     logger.info(
         "converting the embedded model, once; this takes some 20 seconds", extra={"path": str(target)}
     )
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are plain float32 now; as long as they count as quantized they cannot be saved.
     model.hf_quantizer = None
@@ -267,8 +266,14 @@ def embedded_checkpoint(cache_dir: Path) -> Path:
     return target
 
 
-def _embedded_gguf() -> Path:
-    """Find the weights without importing their package, which would need a compiled library."""
+def embedded_source() -> dict[str, str]:
+    """Return where the embedded weights are, as Transformers' arguments.
+
+    Their package is not imported, since that would need a compiled library.
+
+    Raises:
+        LoadError: The package that carries the weights is not installed.
+    """
     try:
         distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
@@ -278,5 +283,6 @@ def _embedded_gguf() -> Path:
         ) from error
     for file in distribution.files or ():
         if file.suffix == ".gguf":
-            return Path(str(distribution.locate_file(file)))
+            path = Path(str(distribution.locate_file(file)))
+            return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     raise LoadError(f"the package {EMBEDDED_PACKAGE} holds no GGUF file")

@@ -6,10 +6,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
   cat <<'TEXT'
-Usage: [VARIABLE=value ...] ops/serve.sh
+Usage: [VARIABLE=value ...] ops/serve.sh [--check]
 
   NUM_GPUS=2 WALL_TIME=8h MODEL_NAME=Qwen/Qwen2.5-32B-Instruct ./ops/serve.sh
 
+--check looks whether that would work, and says what to do; it installs nothing.
 Makes .venv first, if need be. SIGTERM and Ctrl-C let running requests finish; then the exit code is 0.
 
 Variables of the launch:
@@ -36,14 +37,21 @@ refuse() {
   exit 2
 }
 
-if [[ $# -gt 0 ]]; then
-  [[ $1 == --help || $1 == -h ]] || refuse "unknown argument $1; settings are variables, see --help"
-  usage
-  python=${PYTHON:-$root/.venv/bin/python}
-  PYTHONPATH="$root" "$python" -P -c 'from service.settings import settings_table; print(settings_table())' \
-    2>/dev/null || echo "see README.md; the first start makes .venv, and then they are listed here"
-  exit 0
-fi
+# A folder of the caller's that is called like one of the packages must not be taken for it.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+
+is_check=false
+case ${1:-} in
+  "") ;;
+  --check) is_check=true ;;
+  --help | -h)
+    usage
+    "${PYTHON:-$root/.venv/bin/python}" -c 'from service.settings import settings_table; print(settings_table())' \
+      2>/dev/null || echo "see README.md; the first start makes .venv, and then they are listed here"
+    exit 0
+    ;;
+  *) refuse "unknown argument $1; settings are variables, see --help" ;;
+esac
 
 # Devices.
 
@@ -131,10 +139,12 @@ if $is_timed; then
   # In the foreground timeout signals the server alone, and only once; the server's exit code is ours.
   prefix=(timeout --foreground --preserve-status "--kill-after=$KILL_AFTER" "$WALL_TIME")
 fi
+if $is_check; then
+  [[ -n ${PYTHON:-} || ! -x $root/.venv/bin/python ]] || PYTHON=$root/.venv/bin/python
+  exec "${PYTHON:-python3}" -m ops.doctor
+fi
 if [[ -z ${PYTHON:-} ]]; then
   python3 "$root/ops/bootstrap.py" --for serve
   PYTHON=$root/.venv/bin/python
 fi
-# -P: a folder here that is called like one of the packages must not be taken for it.
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec ${prefix[@]+"${prefix[@]}"} "$PYTHON" -P -m service
+exec ${prefix[@]+"${prefix[@]}"} "$PYTHON" -m service

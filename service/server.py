@@ -27,7 +27,7 @@ FAREWELL_S = 5
 """Seconds for failed answers to reach their clients at the end."""
 
 ECHO_S = 1.0
-"""Seconds in which more signals are the same one: a terminal, GNU timeout and a supervisor may each send it."""
+"""Seconds in which signals count once: a terminal, GNU timeout and a supervisor may all pass on one."""
 
 
 class DrainingServer(uvicorn.Server):
