@@ -234,13 +234,18 @@ def _ids(value: int | Iterable[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def converted_folder(cache_dir: Path) -> Path:
+    """Return where the embedded model is kept in converted form."""
+    return cache_dir.expanduser() / "smollm2-135m-instruct-float32"
+
+
 def embedded_checkpoint(cache_dir: Path) -> Path:
     """Return the folder of the embedded model as safetensors; convert it there on first use.
 
     Raises:
         LoadError: The package that carries the weights is not installed.
     """
-    target = cache_dir.expanduser() / "smollm2-135m-instruct-float32"
+    target = converted_folder(cache_dir)
     if target.is_dir():
         return target
     source = embedded_source()

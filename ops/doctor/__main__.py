@@ -10,7 +10,7 @@ import sys
 from typing import Iterator, List, Mapping, Optional
 
 from ops.doctor import machine, settings
-from ops.doctor.line import FAIL, SET_UP, Check, Line
+from ops.doctor.line import FAIL, SET_UP, Check, Line, Unchecked
 
 CHECKS: List[Check] = [
     machine.check_python,
@@ -48,12 +48,16 @@ def report(environ: Mapping[str, str]) -> Iterator[Line]:
     """Yield all findings; what a broken installation keeps from being checked is named at the end."""
     unchecked: List[str] = []
     reason = ""
-    for check in CHECKS:
+    for place, check in enumerate(CHECKS):
         name = check.__name__.replace("check_", "")
+        if place and sys.version_info < machine.OLDEST_PYTHON:
+            unchecked.append(name)
+            reason = "this Python is too old"
+            continue
         try:
             for line in check(environ):
                 yield line
-        except ImportError as error:
+        except (ImportError, Unchecked) as error:
             unchecked.append(name)
             reason = reason or str(error)
         except Exception as error:
@@ -61,7 +65,9 @@ def report(environ: Mapping[str, str]) -> Iterator[Line]:
                 FAIL, name, "%s: %s" % (type(error).__name__, error), "repair the installation: " + SET_UP
             )
     if unchecked:
-        yield Line(FAIL, "rest", "%s: cannot check %s" % (reason, ", ".join(unchecked)), SET_UP)
+        yield Line(
+            FAIL, "rest", "%s: cannot check %s" % (reason, ", ".join(unchecked)), "begin with the above"
+        )
 
 
 if __name__ == "__main__":

@@ -24,3 +24,7 @@ class Line(NamedTuple):
 
 
 Check = Callable[[Mapping[str, str]], Iterator[Line]]
+
+
+class Unchecked(Exception):
+    """A check cannot be made before another one passes."""

@@ -1,8 +1,5 @@
 """Checks of the settings: model, memory, port, folders, access."""
 
-import dataclasses
-import importlib.metadata
-import importlib.util
 import os
 import shutil
 import socket
@@ -10,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
-from ops.doctor.line import FAIL, GIB, OK, SET_UP, WARN, Line
+from ops.doctor.line import FAIL, GIB, OK, SET_UP, WARN, Line, Unchecked
 
 LOOPBACK = ("127.", "localhost", "::1")
 
@@ -33,17 +30,23 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Line]:
 
 
 def _settings(environ: Mapping[str, str]) -> Any:
-    """Return the settings; those of an empty environment if they are wrong, which another check says."""
-    from service.settings import Settings, SettingsError, load_settings
+    """Return the settings.
+
+    Raises:
+        Unchecked: They are wrong, which :func:`check_settings` says.
+    """
+    from service.settings import SettingsError, load_settings
 
     try:
         return load_settings(environ)
-    except SettingsError:
-        return Settings()
+    except SettingsError as error:
+        raise Unchecked("the settings are wrong") from error
 
 
 def check_model(environ: Mapping[str, str]) -> Iterator[Line]:
     """Check that the model is here, or where it will come from."""
+    import importlib.metadata
+
     from engine.loading import EMBEDDED_PACKAGE, SCRIPTED_NAME
 
     name = _settings(environ).model_name
@@ -110,12 +113,17 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Line]:
 
 def _need(settings: Any) -> Any:
     """Return the server's estimate for the settings."""
-    from engine.loading import embedded_source
+    import dataclasses
+
+    from engine.loading import converted_folder, embedded_source
     from engine.memory import estimate
 
     config = settings.engine_config()
     if settings.model_name:
         return estimate(settings.model_name, config)
+    folder = converted_folder(config.cache_dir)
+    if folder.is_dir():
+        return estimate(str(folder), config)
     source = embedded_source()
     # The embedded model is kept as float32; its GGUF file names no dtype.
     dtype = "float32" if config.dtype == "auto" else config.dtype
@@ -125,6 +133,9 @@ def _need(settings: Any) -> Any:
 
 def check_quantization(environ: Mapping[str, str]) -> Iterator[Line]:
     """Check that bitsandbytes is there if it is wanted."""
+    import importlib.metadata
+    import importlib.util
+
     kind = _settings(environ).quantization
     if not kind:
         return
