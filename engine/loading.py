@@ -110,8 +110,8 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingPar
     if how.pack_weights:
         logger.info("packed linear layers", extra={"layers": pack_linears(model)})
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
-    if DISK in device_map.values() or {"cpu"} < set(device_map.values()):
-        logger.warning("some layers are copied for each step", extra={"device_map": dict(device_map)})
+    if not how.warnings and (DISK in device_map.values() or {"cpu"} < set(device_map.values())):
+        logger.warning("the model will be slow", extra={"reason": "some layers are copied for each step"})
     return (
         model_of(model, tokenizer, config),
         config.model_name or EMBEDDED_NAME,
@@ -133,7 +133,7 @@ def _fit(path: str, config: EngineConfig) -> Fit:
     logger.info("memory", extra={"needed": gib(need.total), "host": gib(free.host), "gpus": dict(free.gpus)})
     how = fit(need, free, config)
     for warning in how.warnings:
-        logger.warning("memory is short", extra={"consequence": warning})
+        logger.warning("the model will be slow", extra={"reason": warning})
     return how
 
 
@@ -166,6 +166,8 @@ def _quantization(kind: str) -> BitsAndBytesConfig | None:
             f"{sys.executable} -m pip install 'bitsandbytes>=0.48'"
         )
     if kind == "8bit":
+        # It would warn of its casts in every layer of every pass.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     # NF4 loses less than the default FP4 (Dettmers et al. 2023). Inputs in bfloat16 and float32 are computed
     # in their own dtype whatever is said here, and those in float16 should be too.

@@ -247,8 +247,8 @@ def fit(need: Need, free: Room, config: EngineConfig) -> Fit:
     is_on_host = set(need.weights) <= {"cpu"} or (is_automatic and not free.gpus)
     if is_on_host and need.total + need.packable > free.host:
         slow = (
-            f"the weights are not packed: that would take {gib(need.packable)} more, and {gib(free.host)} are"
-            f" free for {gib(need.total)}"
+            f"the weights are not packed, which would take {gib(need.packable)} beside {gib(need.total)}; free"
+            f" are {gib(free.host)}"
         )
         return Fit(False, (*warnings, slow))
     return Fit(True, warnings)

@@ -121,7 +121,9 @@ HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 @pytest.mark.skipif(not HAS_BITSANDBYTES, reason="the extra `quant` is not installed")
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_a_quantized_model_runs_batched(tmp_path: Path, kind: str) -> None:
+def test_a_quantized_model_runs_batched_and_quietly(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     # Wider than a block of 64 weights, which share a scale.
     sizes = {**COMMON, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     tiny = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), dtype=torch.bfloat16)
@@ -132,6 +134,7 @@ def test_a_quantized_model_runs_batched(tmp_path: Path, kind: str) -> None:
     assert isinstance(model.runner, SlotRunner)
     kinds = {type(each).__name__ for each in model.runner._forward._model.modules()}
     assert {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}[kind] in kinds
+    assert "MatMul" not in caplog.text
 
 
 @pytest.mark.skipif(HAS_BITSANDBYTES, reason="the extra `quant` is installed")

@@ -116,7 +116,7 @@ def test_a_remedy_that_is_in_use_is_not_named() -> None:
 def test_a_packed_copy_that_does_not_fit_is_left_out() -> None:
     how = fit(need_of(10, packable=9), Room(15 * GIB), EngineConfig())
     assert not how.pack_weights
-    assert "9.00 GiB more" in how.warnings[0]
+    assert "9.00 GiB beside" in how.warnings[0]
 
 
 def test_a_model_that_spills_to_the_host_is_loaded_with_a_warning() -> None:
