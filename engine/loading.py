@@ -21,8 +21,9 @@ from transformers import (
 
 from engine.config import AUTOMATIC_MAPS, DISK, EngineConfig, parse_device_map
 from engine.errors import LoadError
+from engine.estimate import estimate, gib
 from engine.fake import ScriptedRunner, byte_tokenizer
-from engine.memory import Fit, estimate, fit, gib, placement_limits, room
+from engine.memory import Fit, fit, placement_limits, room
 from engine.no_tokenizer import NoTokenizer
 from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner

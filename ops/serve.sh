@@ -87,10 +87,10 @@ select_gpus() {
   else
     return 0
   fi
-  check_present "${chosen[@]}"
+  check_present ${chosen[@]+"${chosen[@]}"}
   CUDA_VISIBLE_DEVICES=$(
     IFS=,
-    echo "${chosen[*]}"
+    echo "${chosen[*]-}"
   )
   export CUDA_VISIBLE_DEVICES
   # CUDA would number the fastest GPU first; people read the numbers from nvidia-smi.

@@ -78,8 +78,9 @@ def check_model(environ: Mapping[str, str]) -> Iterator[Line]:
 def check_memory(environ: Mapping[str, str]) -> Iterator[Line]:
     """Check that the model fits, by the same estimate as the server."""
     from engine.errors import LoadError
+    from engine.estimate import describe, gib
     from engine.loading import SCRIPTED_NAME
-    from engine.memory import fit, gib, room
+    from engine.memory import fit, room
 
     settings = _settings(environ)
     free = room()
@@ -96,13 +97,7 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Line]:
     if need is None:
         yield Line(WARN, "memory", "%s; needed: unknown for this kind of checkpoint" % where)
         return
-    found = "%.2f billion parameters in %s%s and the smallest cache need %s; %s" % (
-        need.num_parameters / 1e9,
-        need.dtype,
-        ", quantized to %s," % settings.quantization if settings.quantization else "",
-        gib(need.total),
-        where,
-    )
+    found = "%s; %s" % (describe(need, settings.engine_config()), where)
     try:
         how = fit(need, free, settings.engine_config())
     except LoadError as error:
@@ -115,8 +110,8 @@ def _need(settings: Any) -> Any:
     """Return the server's estimate for the settings."""
     import dataclasses
 
+    from engine.estimate import estimate
     from engine.loading import converted_folder, embedded_source
-    from engine.memory import estimate
 
     config = settings.engine_config()
     if settings.model_name:
