@@ -58,7 +58,7 @@ def placement_limits(free: Room) -> dict[int | str, int] | None:
 
     It knows no control groups, so on a shared node it would fill the host until the process is killed.
     """
-    if not free.gpus or not free.is_limited:
+    if not free.is_limited:
         return None
     # One GPU keeps a tenth for the cache and the activations, as Transformers has it.
     share = SPARED if len(free.gpus) == 1 else 1.0
@@ -174,7 +174,7 @@ def _refusal(need: Need, free: Room, config: EngineConfig, size: int, place: str
         if not config.offload_dir:
             remedies.append("OFFLOAD_DIR with DEVICE_MAP=auto (slow)")
     return (
-        f"the model cannot fit{f' on {place}' if place else ''}: it needs {gib(size)} there"
+        f"the model cannot fit{f' on {place}' if place else ''}: it needs {gib(size)}"
         f" ({describe(need, config)}), and free are {where}. What helps: {'; '.join(remedies)}."
         " CHECK_MEMORY=false loads it nevertheless"
     )

@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine import loading
 from engine.config import EngineConfig
 from engine.errors import LoadError
 from engine.loading import load
+from engine.memory import Room
 from engine.packing import PackedLinear
 from engine.runner import SlotRunner
 from engine.types import GenerationRequest, RowDtype, SamplingParams
@@ -97,6 +99,24 @@ def test_layers_on_the_disk_change_nothing(tmp_path: Path, architecture: str, on
     assert info.device_map == places
     assert isinstance(model.runner, SlotRunner)
     assert_same(architecture, model.runner)
+
+
+def test_what_a_control_group_has_no_memory_for_goes_to_the_disk_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = 4 * sum(each.numel() for each in tiny_model("llama").parameters())
+    monkeypatch.setattr(loading, "room", lambda: Room(host=weights * 3 // 4, is_limited=True))
+    model, info = load(
+        EngineConfig(
+            model_name=checkpoint(tmp_path / "model", "llama"),
+            offload_dir=str(tmp_path / "offload"),
+            threads=1,
+        )
+    )
+    assert set(info.device_map.values()) == {"cpu", "disk"}
+    assert "the model will be slow" in caplog.text
+    assert isinstance(model.runner, SlotRunner)
+    assert_same("llama", model.runner)
 
 
 def offloaded(architecture: str) -> PreTrainedModel:

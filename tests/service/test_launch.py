@@ -121,6 +121,14 @@ def test_arguments_are_refused_and_help_lists_every_setting(environ: dict[str, s
         assert f"| `{variable}` |" in text
 
 
+def test_a_check_looks_at_what_would_be_served(environ: dict[str, str], tmp_path: Path) -> None:
+    python = program(tmp_path / "python", '#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*"\n')
+    assert (
+        launch(environ, "--check", PYTHON=python, NUM_GPUS="2", WALL_TIME="1h").stdout
+        == "0,1 -m ops.doctor\n"
+    )
+
+
 def test_the_exit_code_is_the_servers_own(environ: dict[str, str], tmp_path: Path) -> None:
     python = program(tmp_path / "python", SEES)
     assert launch(environ, PYTHON=python, CODE="3").returncode == 3

@@ -109,5 +109,5 @@ def test_a_machine_without_control_groups_has_no_limit(tmp_path: Path) -> None:
 
 def test_accelerate_is_told_of_a_limit_that_it_would_not_see() -> None:
     assert placement_limits(Room(100, {"cuda:0": 200})) is None
-    assert placement_limits(Room(100, is_limited=True)) is None
+    assert placement_limits(Room(100, is_limited=True)) == {"cpu": 90}
     assert placement_limits(Room(100, {"cuda:0": 200}, is_limited=True)) == {0: 180, "cpu": 90}
