@@ -43,7 +43,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     """Tokens of prompts that are run between two decode steps."""
     kv_cache_bytes: int = 0
-    """Bytes of keys and values at most; 0 is 4 GiB on the CPU and 80 % of what a GPU has free."""
+    """Bytes of keys and values at most; 0 is 80 % of the free memory, on the CPU 4 GiB at most."""
     row_budget_bytes: int = 2 * 2**30
     """Bytes of rows that all running requests together may hold."""
     deadline_s: float = 0.0

@@ -40,7 +40,9 @@ SCRIPTED_VOCAB_SIZE = 512
 SCRIPTED_MODEL_LEN = 4096
 
 CPU_KV_BYTES = 4 * 2**30
-GPU_KV_SHARE = 0.8
+"""On the CPU at most, where the memory is everybody's."""
+
+KV_SHARE = 0.8
 """Of the free memory, once the weights are loaded."""
 
 
@@ -225,9 +227,9 @@ def _default_kv_bytes(model: PreTrainedModel) -> int:
     """Return what the KV cache may take where no setting says it."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     if not devices:
-        return CPU_KV_BYTES
+        return min(CPU_KV_BYTES, int(KV_SHARE * room().host))
     # With layers on several devices the fullest one sets the limit for all.
-    return int(GPU_KV_SHARE * len(devices) * min(torch.cuda.mem_get_info(device)[0] for device in devices))
+    return int(KV_SHARE * len(devices) * min(torch.cuda.mem_get_info(device)[0] for device in devices))
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:

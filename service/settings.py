@@ -74,7 +74,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = EngineConfig.prefill_chunk
     kv_cache_bytes: Annotated[
         int,
-        Meta(description="Bytes of the KV cache; 0 is 4 GiB on the CPU, 80 % of a GPU's free memory", ge=0),
+        Meta(
+            description="Bytes of the KV cache; 0 is 80 % of the free memory, on the CPU 4 GiB at most", ge=0
+        ),
     ] = EngineConfig.kv_cache_bytes
     row_budget_bytes: Annotated[
         int, Meta(description="Bytes of rows that all running requests together may hold", ge=0)

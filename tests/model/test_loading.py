@@ -116,6 +116,15 @@ def test_weights_are_packed_only_where_the_memory_holds_them_twice(
         load(EngineConfig(model_name=name))
 
 
+def test_the_cache_leaves_a_small_machine_a_fifth_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A token of this model takes 256 bytes.
+    config = EngineConfig(model_name=checkpoint(tmp_path, "llama"), check_memory=False)
+    monkeypatch.setattr(loading, "room", lambda: Room(host=100 * 256))
+    assert load(config)[1].max_model_len == 80
+
+
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 
