@@ -11,19 +11,20 @@ default:
 setup:
     @python3 ops/bootstrap.py
 
-[private]
-setup-run:
-    @python3 ops/bootstrap.py --for serve
-
-# Serve MODEL_NAME, or the embedded SmolLM2; settings come from the environment
+# Serve MODEL_NAME, or the embedded SmolLM2; settings come from the environment, see ops/serve.sh --help
 [group('run')]
-serve: setup-run
-    @exec {{python}} -m service
+serve:
+    @exec ops/serve.sh
 
 # Serve a scripted model that costs nothing; SCRIPT is what it says
 [group('run')]
-serve-fake: setup-run
-    @MODEL_NAME=scripted exec {{python}} -m service
+serve-fake:
+    @MODEL_NAME=scripted exec ops/serve.sh
+
+# Check Python, torch, GPUs, memory, port and cache for the settings; says what to do
+[group('run')]
+doctor:
+    @exec ops/serve.sh --check
 
 # All tests, fast ones first
 [group('check')]

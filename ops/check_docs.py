@@ -1,4 +1,4 @@
-"""Checks that what the documents name exists: paths, recipes, settings. ``--fix`` rewrites the table."""
+"""Checks that what the documents name exists: paths, recipes, settings. ``--fix`` rewrites the tables."""
 
 import argparse
 import re
@@ -12,11 +12,11 @@ DOCUMENTS = (
     "README.md",
     "API.md",
     "METHOD.md",
+    "OPERATIONS.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "clients/python/README.md",
 )
-BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 
 _PATH = re.compile(r"`((?:service|schemas|engine|clients|ops|tests|\.ci)/[\w./-]*)`")
 _RECIPE = re.compile(r"(?:\./ops/just|\bjust) ([a-z][a-z-]*)\b")
@@ -26,11 +26,11 @@ _DEFINED = re.compile(r"^([a-z][a-z-]*)[^:=\n]*:(?!=)", re.MULTILINE)
 def main(argv: list[str] | None = None) -> int:
     """Print every fault; return 1 if there is one."""
     parser = argparse.ArgumentParser(prog="python -m ops.check_docs", description=__doc__)
-    parser.add_argument("--fix", action="store_true", help="write the settings table into the README")
+    parser.add_argument("--fix", action="store_true", help="write the tables of settings where they are marked")
     options = parser.parse_args(argv)
     if options.fix:
-        readme = ROOT / "README.md"
-        readme.write_text(with_table(readme.read_text()))
+        for document in (ROOT / name for name in DOCUMENTS):
+            document.write_text(with_tables(document.read_text()))
     recipes = set(_DEFINED.findall((ROOT / "justfile").read_text()))
     faults = [fault for name in DOCUMENTS for fault in faults_of(name, (ROOT / name).read_text(), recipes)]
     for fault in faults:
@@ -44,19 +44,29 @@ def faults_of(name: str, text: str, recipes: set[str]) -> list[str]:
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
     named = set(_RECIPE.findall(code))
     faults += [f"{name}: no such recipe: {recipe}" for recipe in sorted(named - recipes)]
-    if BEGIN in text and with_table(text) != text:
-        faults.append(f"{name}: the settings table is old; run python -m ops.check_docs --fix")
+    if with_tables(text) != text:
+        faults.append(f"{name}: a table of settings is old; run python -m ops.check_docs --fix")
     return faults
 
 
-def with_table(text: str) -> str:
-    """Return a document with the current settings table between its marks.
+def with_tables(text: str) -> str:
+    """Return a document with the current tables between those of their marks that it has.
 
     Raises:
-        ValueError: One of the marks is missing.
+        ValueError: A table's end is not marked.
     """
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    return f"{before}{BEGIN}\n\n{settings_table()}\n\n{after}"
+    for name, table in (("settings", settings_table), ("launch", launch_table)):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if begin in text:
+            before, after = text[: text.index(begin)], text[text.index(end) :]
+            text = f"{before}{begin}\n\n{table()}\n\n{after}"
+    return text
+
+
+def launch_table() -> str:
+    """Return the table of the launch's variables, as ``ops/serve.sh --help`` prints it."""
+    lines = (ROOT / "ops" / "serve.sh").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
 
 
 if __name__ == "__main__":

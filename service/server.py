@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import socket
+import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -24,6 +26,9 @@ BACKLOG = 2048
 FAREWELL_S = 5
 """Seconds for failed answers to reach their clients at the end."""
 
+ECHO_S = 1.0
+"""Seconds in which signals count once: a terminal, GNU timeout and a supervisor may all pass on one."""
+
 
 class DrainingServer(uvicorn.Server):
     """Serves until a signal, then drains the engine while it still answers, with 503 for new work."""
@@ -36,6 +41,7 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._signalled_at = -ECHO_S
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; returns after the drain."""
@@ -57,7 +63,10 @@ class DrainingServer(uvicorn.Server):
         """Begin the drain at the first signal, end it at the second, and stop without a word at the third."""
         # uvicorn would raise the signal again at its end, and the exit code would not be 0.
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.begin_drain)
+        now = time.monotonic()
+        if now - self._signalled_at >= ECHO_S:
+            self._signalled_at = now
+            self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
         """Begin the drain, or end it at once if it has begun; runs on the event loop."""
@@ -134,6 +143,7 @@ async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> i
             loading.result()
         except LoadError as error:
             logger.error("giving up", extra={"failure": str(error)})
+            print(f"logitwire: {error}", file=sys.stderr, flush=True)
             server.should_exit = True
             code = 1
         else:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from engine.config import EngineConfig
+from engine.config import DISK, EngineConfig, parse_device_map
 
 
 class SettingsError(ValueError):
@@ -30,8 +30,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Of the weights; `auto` is the checkpoint's"),
     ] = "auto"
     device_map: Annotated[
-        str, Meta(description="Where Accelerate puts the layers: `auto`, `cpu`, `cuda:0`, …")
+        str,
+        Meta(
+            description="Where the layers go: `auto`, `balanced`, `cpu`, `cuda:0`, …, or a JSON object from "
+            "modules to devices or `disk`"
+        ),
     ] = EngineConfig.device_map
+    offload_dir: Annotated[
+        str, Meta(description="Folder for layers that fit no memory; empty keeps all off the disk")
+    ] = EngineConfig.offload_dir
+    check_memory: Annotated[bool, Meta(description="Refuse a model that cannot fit, before it is loaded")] = (
+        EngineConfig.check_memory
+    )
     attn_implementation: Annotated[
         str, Meta(description="`sdpa` (`eager` for models without it) or another one of Transformers'")
     ] = EngineConfig.attn_implementation
@@ -64,7 +74,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = EngineConfig.prefill_chunk
     kv_cache_bytes: Annotated[
         int,
-        Meta(description="Bytes of the KV cache; 0 is 4 GiB on the CPU, 80 % of a GPU's free memory", ge=0),
+        Meta(
+            description="Bytes of the KV cache; 0 is 80 % of the free memory, on the CPU 4 GiB at most", ge=0
+        ),
     ] = EngineConfig.kv_cache_bytes
     row_budget_bytes: Annotated[
         int, Meta(description="Bytes of rows that all running requests together may hold", ge=0)
@@ -137,6 +149,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             model_name=self.model_name,
             dtype=self.dtype,
             device_map=self.device_map,
+            offload_dir=self.offload_dir,
+            check_memory=self.check_memory,
             attn_implementation=self.attn_implementation,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,
@@ -176,6 +190,12 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
     parser = settings.reasoning_parser
     if parser not in ("auto", "off") and (parser.count(",") != 1 or not all(parser.split(","))):
         raise SettingsError(f"REASONING_PARSER={parser!r}: expected auto, off or two markers with a comma")
+    try:
+        places = parse_device_map(settings.device_map)
+    except ValueError as error:
+        raise SettingsError(f"DEVICE_MAP={settings.device_map!r}: {error}") from error
+    if not isinstance(places, str) and DISK in places.values() and not settings.offload_dir:
+        raise SettingsError(f"DEVICE_MAP={settings.device_map!r} names the disk, so set OFFLOAD_DIR too")
     return settings
 
 

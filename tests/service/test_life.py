@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -244,6 +245,20 @@ def test_a_second_signal_ends_the_drain_with_the_envelope(serve: Serve) -> None:
     for thread, replies in calls:
         thread.join()
         assert (replies[0].status, replies[0].error["code"]) == (503, "shutting_down")
+
+
+def test_signals_that_come_at_once_are_one(serve: Serve) -> None:
+    gate = Gate()
+    server = serve(hooked_load(gate), drain_timeout=60)
+    thread, replies = in_thread(server.chat)
+    assert gate.reached.wait(20)
+    # GNU timeout passes on what the terminal has sent to all.
+    server.server.handle_exit(signal.SIGINT, None)
+    server.server.handle_exit(signal.SIGINT, None)
+    eventually(lambda: server.engine.state == "draining")
+    gate.opened.set()
+    thread.join()
+    assert replies[0].status == 200
 
 
 def test_what_outlasts_the_drain_fails_loudly(serve: Serve) -> None:

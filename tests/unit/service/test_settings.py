@@ -1,8 +1,9 @@
+import re
 from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_device_map
 from service.settings import Settings, SettingsError, load_settings, near_misses, settings_table
 
 
@@ -36,11 +37,27 @@ def test_variables_are_read_by_type() -> None:
         ("MAX_BATCH_SIZE", "0"),
         ("TRUST_REMOTE_CODE", "maybe"),
         ("UNKNOWN_FIELDS", "warn"),
+        ("DEVICE_MAP", '{"model": 1.5}'),
+        ("DEVICE_MAP", '{"model": "disk"}'),
+        ("DEVICE_MAP", '{"": "cpu", "model": "cuda:0"}'),
+        ("DEVICE_MAP", "{"),
     ],
 )
 def test_a_wrong_value_is_named(variable: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=f"{variable}='{value}'"):
+    with pytest.raises(SettingsError, match=re.escape(f"{variable}='{value}'")):
         load_settings({variable: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("auto", "auto"),
+        ("1", "cuda:1"),
+        ('{"model": 0, "lm_head": "cpu"}', {"model": "cuda:0", "lm_head": "cpu"}),
+    ],
+)
+def test_layers_are_placed_by_a_word_a_device_or_a_map(text: str, places: object) -> None:
+    assert parse_device_map(load_settings({"DEVICE_MAP": text}).device_map) == places
 
 
 def test_a_misspelt_variable_is_noticed() -> None:
