@@ -3,10 +3,11 @@
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
+    if asked := gpus_out_of_reach(os.environ):
+        # Without a word it would run on the CPU, many times slower than was meant.
+        logger.warning("torch sees none of the GPUs", extra={"asked": asked, "torch": torch.__version__})
     how = _fit(path, config)
     model = AutoModelForCausalLM.from_pretrained(
         path,
@@ -121,6 +125,12 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingPar
         {str(module): str(device) for module, device in device_map.items()},
         own_sampling(model.generation_config),
     )
+
+
+def gpus_out_of_reach(environ: Mapping[str, str]) -> str:
+    """Return the GPUs that the environment names, if torch can use none at all; else an empty text."""
+    asked = environ.get("CUDA_VISIBLE_DEVICES", "").removeprefix("NoDevFiles")
+    return "" if torch.cuda.is_available() or asked == "-1" else asked
 
 
 def _fit(path: str, config: EngineConfig) -> Fit:

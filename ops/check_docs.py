@@ -26,9 +26,7 @@ _DEFINED = re.compile(r"^([a-z][a-z-]*)[^:=\n]*:(?!=)", re.MULTILINE)
 def main(argv: list[str] | None = None) -> int:
     """Print every fault; return 1 if there is one."""
     parser = argparse.ArgumentParser(prog="python -m ops.check_docs", description=__doc__)
-    parser.add_argument(
-        "--fix", action="store_true", help="write the marked tables"
-    )
+    parser.add_argument("--fix", action="store_true", help="write the marked tables")
     options = parser.parse_args(argv)
     if options.fix:
         for document in (ROOT / name for name in DOCUMENTS):

@@ -147,18 +147,20 @@ async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> i
             server.should_exit = True
             code = 1
         else:
-            _announce(await server.address(), settings.served_model_name or engine.info.name)
+            announce(await server.address(), settings.served_model_name or engine.info.name)
     else:
         loading.cancel()
     await serving
     return code
 
 
-def _announce(address: str, model: str) -> None:
+def announce(address: str, model: str) -> None:
     """Print where the server is, and one line that shows it at work."""
+    # Nobody can call all interfaces; from here, the server is on this one.
+    reachable = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     print(
         f"\nlogitwire serves {model} at {address}\n\nTry it:\n\n"
-        f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' -d "
+        f"curl -s {reachable}/v1/chat/completions -H 'content-type: application/json' -d "
         """'{"messages": [{"role": "user", "content": "Say hi in three words."}], "max_tokens": 8, """
         """"temperature": 0, "return_logprobs": true}'\n""",
         flush=True,

@@ -150,3 +150,15 @@ def test_a_quantized_model_runs_batched_and_quietly(
 def test_quantization_without_bitsandbytes_says_how_to_install_it(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="QUANTIZATION=4bit needs bitsandbytes.*pip install"):
         load(EngineConfig(model_name=checkpoint(tmp_path, "llama"), quantization="4bit"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here")
+def test_gpus_that_torch_cannot_use_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    monkeypatch.setattr(loading.logger, "warning", lambda text, **more: said.append((text, more["extra"])))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    load(EngineConfig(model_name=checkpoint(tmp_path, "llama")))
+    assert said == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    load(EngineConfig(model_name=checkpoint(tmp_path, "llama")))
+    assert said == [("torch sees none of the GPUs", {"asked": "0,1", "torch": torch.__version__})]

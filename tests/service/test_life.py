@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from service.server import announce
 from service.telemetry import JsonFormatter, TextFormatter
 from tests.conftest import Serve
 from tests.fakes import hooked_load
@@ -300,3 +301,20 @@ def test_one_line_is_logged_per_request_with_its_id_and_no_prompt(
     text = TextFormatter().format(record)
     assert "request_id=r-42" in text
     assert "secret" not in text + json.dumps(line)
+
+
+@pytest.mark.parametrize(
+    ("address", "called"),
+    [
+        ("http://0.0.0.0:8000", "curl -s http://127.0.0.1:8000/"),
+        ("http://[::]:8000", "curl -s http://[::1]:8000/"),
+        ("http://10.1.2.3:8000", "curl -s http://10.1.2.3:8000/"),
+    ],
+)
+def test_the_line_to_paste_calls_an_address_that_can_be_called(
+    address: str, called: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce(address, "a model")
+    said = capsys.readouterr().out
+    assert f"serves a model at {address}\n" in said
+    assert called in said
