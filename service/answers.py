@@ -190,13 +190,7 @@ class Answer(ABC):
 
     def _note(self, scope: Scope) -> None:
         finishes = [each.finish for each in self._choices if each.finish is not None]
-        for choice in self._choices:
-            if choice.finish is not None:
-                num_prompt = len(self._plan.prompt_of(choice.index))
-                self._metrics.finished(num_prompt, choice.num_tokens, choice.finish)
-        num_rows = sum(choice.num_rows for choice in self._choices)
-        num_bytes = sum(choice.num_row_bytes for choice in self._choices)
-        self._metrics.answered(self._outcome, num_rows, num_bytes)
+        self._metrics.answered(self._outcome)
         telemetry.note(
             scope,
             outcome=self._outcome,
@@ -211,7 +205,7 @@ class Answer(ABC):
                 queue_s=round(finishes[0].timings.queue_s, 6),
                 prefill_s=round(finishes[0].timings.prefill_s, 6),
                 decode_s=round(max(each.timings.decode_s for each in finishes), 6),
-                batch_size=max(each.timings.batch_size for each in finishes),
+                max_batch_size=max(each.timings.max_batch_size for each in finishes),
             )
 
 

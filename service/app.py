@@ -47,7 +47,7 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         yield
         await engine.stop()
 
-    counters = Metrics(engine)
+    counters = Metrics(engine, settings.served_model_name)
     app: ASGIApp = Litestar(
         route_handlers=[
             create_chat_completion,
@@ -90,4 +90,4 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
     app = Leftovers(app)
     if origins := parse_origins(settings.cors_origins):
         app = Cors(app, origins)
-    return RequestLog(app)
+    return RequestLog(app, counters)

@@ -12,6 +12,8 @@ from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.metrics import UNKNOWN_ROUTE, Metrics
+
 logger = logging.getLogger("service.request")
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -34,8 +36,9 @@ class RequestLog:
     Outside the framework, since it answers unknown paths and methods before any of its own middleware runs.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -66,6 +69,8 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         finally:
             path, seconds = scope["path"], round(time.perf_counter() - began, 6)
+            route = scope.get("path_template") or UNKNOWN_ROUTE
+            self._metrics.served(route, facts.get("status"), seconds)
             is_probe = path in ("/health", "/ready")
             level = logging.DEBUG if is_probe else logging.INFO
             logger.log(level, "request", extra={"method": method, "path": path, **facts, "seconds": seconds})

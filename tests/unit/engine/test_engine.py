@@ -184,7 +184,7 @@ async def test_companions_with_other_settings_change_nothing() -> None:
         assert [each.token_id for each in tokens] == [each.token_id for each in others]
         assert [each.logprob for each in tokens] == [each.logprob for each in others]
         assert (finish.reason, finish.stop_reason) == (other.reason, other.stop_reason)
-    assert max(finish.timings.batch_size for _, finish in together) > 1
+    assert max(finish.timings.max_batch_size for _, finish in together) > 1
 
 
 # Refusals.
