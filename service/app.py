@@ -90,4 +90,4 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
     app = Leftovers(app)
     if origins := parse_origins(settings.cors_origins):
         app = Cors(app, origins)
-    return RequestLog(app, counters)
+    return RequestLog(app, counters, logs_texts=settings.log_prompts)

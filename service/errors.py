@@ -13,6 +13,7 @@ from litestar.exceptions import HTTPException
 
 from engine import errors as engine_errors
 from schemas.errors import ErrorCode, ErrorDetail, ErrorEnvelope, ErrorType
+from service.telemetry import note
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ def encode_error(error: BaseException) -> bytes:
 def handle(request: Request, error: Exception) -> Response[bytes]:  # type: ignore[type-arg]
     """Answer any exception; registered for all of them."""
     status, headers, envelope = describe(error)
+    note(request.scope, error_code=envelope.error.code)
     if envelope.error.code == "internal_error" and not isinstance(error, NotReadyError):
         logger.error("request failed", exc_info=error, extra={"path": request.url.path})
     return Response(

@@ -15,6 +15,7 @@ import msgspec
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import ServiceError, describe
+from service.telemetry import note
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/schema"})
 """What tells of the server, and of no request. All below ``/schema`` is open too."""
@@ -107,6 +108,7 @@ class KeyGuard:
             return
         refusal = ServiceError("invalid_api_key", "send a valid API key: `Authorization: Bearer KEY`")
         status, _, envelope = describe(refusal)
+        note(scope, error_code=refusal.code)
         body = msgspec.json.encode(envelope)
         headers = [
             (b"content-type", b"application/json"),
