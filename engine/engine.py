@@ -184,7 +184,10 @@ class Engine:
             case EngineState.DRAINING | EngineState.STOPPED:
                 raise ShuttingDownError("the server is shutting down")
             case EngineState.DEAD:
-                raise EngineDeadError(f"the engine is dead: {self.last_failure}")
+                # What loading says is full of paths, and belongs into the log.
+                is_unloaded = isinstance(self.last_failure, LoadError)
+                reason = "the model could not be loaded" if is_unloaded else self.last_failure
+                raise EngineDeadError(f"the engine is dead: {reason}")
             case EngineState.READY:
                 return
 

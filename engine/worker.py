@@ -7,7 +7,7 @@ rows that were asked for off the device, and delivers everything in one call to 
 import hashlib
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +23,12 @@ from engine.errors import (
     EngineDeadError,
     EngineError,
     OutOfMemoryError,
+    RequestError,
     ShuttingDownError,
     StalledReaderError,
     StepError,
 )
-from engine.inbox import Abort, Cancel, Inbox, Stop, Submit
+from engine.inbox import Abort, Cancel, Command, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
 from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
@@ -117,6 +118,7 @@ class Worker:
         self._has_failed = False
         self._has_scored = False
         self._num_scores = 0
+        self._taken: deque[Command] = deque()
         self._num_step_sequences = 0
         self._num_step_tokens = 0
 
@@ -151,10 +153,15 @@ class Worker:
 
     def turn(self) -> None:
         """Take commands, admit, and run one step; wait for commands if there is nothing else to do."""
-        for command in self._inbox.take(self._idle_timeout_s()):
-            match command:
-                case Submit():
-                    self._accept(command)
+        # Kept until they are done, so that whatever ends the worker leaves nobody waiting.
+        self._taken.extend(self._inbox.take(self._idle_timeout_s()))
+        while self._taken:
+            match self._taken[0]:
+                case Submit() as command:
+                    try:
+                        self._accept(command)
+                    except Exception as error:
+                        self._refuse(command, self._as_engine_error(error))
                 case Cancel(request_id):
                     self._held_bytes.pop(request_id, None)
                     for sequence in self._scheduler.find(request_id):
@@ -166,6 +173,7 @@ class Worker:
                 case Stop():
                     self._is_stopping = True
                     return
+            self._taken.popleft()
         self._drop_late()
         self._admit()
         ready = [sequence for sequence in self._scheduler.running if self._may_run(sequence)]
@@ -247,6 +255,17 @@ class Worker:
         self._scheduler.add(sequence)
         if request.max_tokens == 0 and not sequence.wants_prompt_rows:
             self._finish_empty(sequence)
+
+    def _refuse(self, command: Submit, failure: EngineError) -> None:
+        """Fail a request that could not be made a sequence."""
+        logger.warning(
+            "request not accepted",
+            exc_info=failure.__cause__,
+            extra={"request_id": command.request.request_id, "failure": str(failure)},
+        )
+        self._inbox.left_queue()
+        self._stats.ends["error"] += 1
+        self._on_loop(partial(command.outbox.fail, failure))
 
     def _finish_empty(self, sequence: Sequence) -> None:
         """End a sequence that was to generate nothing."""
@@ -660,10 +679,12 @@ class Worker:
     def _fail(self, sequence: Sequence, failure: EngineError) -> None:
         """End one sequence, or the one whose second context it is, with a failure."""
         sequence = _leader(sequence)
+        # What is wrong with a request may quote it.
+        reason = type(failure).__name__ if isinstance(failure, RequestError) else str(failure)
         logger.warning(
             "sequence failed",
             exc_info=failure.__cause__,
-            extra={"request_id": sequence.request.request_id, "failure": str(failure)},
+            extra={"request_id": sequence.request.request_id, "failure": reason},
         )
         self._leave(sequence)
         self._stats.ends["error"] += 1
@@ -674,7 +695,8 @@ class Worker:
     def _fail_all(self, failure: EngineError) -> None:
         """End every request that waits or runs, or is still on its way to this thread."""
         outboxes = [each.outbox for each in self._scheduler]
-        outboxes += [command.outbox for command in self._inbox.close() if isinstance(command, Submit)]
+        commands = [*self._taken, *self._inbox.close()]
+        outboxes += [command.outbox for command in commands if isinstance(command, Submit)]
         self._stats.ends["error"] += len(outboxes)
         for outbox in outboxes:
             self._on_loop(partial(outbox.fail, failure))

@@ -130,7 +130,7 @@ class Answer(ABC):
         """Keep that the answer failed behind its head."""
         self._outcome = "failed"
         self._error_code = describe(error)[2].error.code
-        logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
+        logger.warning("stream failed", extra={"id": self._plan.id, "error_code": self._error_code})
 
     def _cut(self, scope: Scope) -> None:
         """Give up a client that takes nothing."""

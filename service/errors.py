@@ -127,7 +127,10 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
         case engine_errors.EngineError():
             answer = next(ENGINE_ANSWERS[kind] for kind in type(error).__mro__ if kind in ENGINE_ANSWERS)
             param = getattr(error, "param", None)
-            return _envelope(answer.status, answer.code, str(error), param, answer.headers)
+            # What loading says is full of paths.
+            is_private = isinstance(error, engine_errors.LoadError)
+            message = "the model could not be loaded; the server's log has more" if is_private else str(error)
+            return _envelope(answer.status, answer.code, message, param, answer.headers)
         case HTTPException(status_code=status) if status < 500:
             code = HTTP_CODES.get(status, "invalid_value")
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}

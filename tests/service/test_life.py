@@ -150,7 +150,7 @@ def send_raw(server: ServerThread, accept: str, **fields: Any) -> socket.socket:
     connection = socket.create_connection((address.hostname, address.port), timeout=20)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     connection.sendall(head.encode() + body)
