@@ -14,6 +14,7 @@ from engine.errors import LoadError
 from service.app import create_app
 from service.limits import LimitedProtocol
 from service.settings import Settings
+from service.tuning import spare_what_stays
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> i
             server.should_exit = True
             code = 1
         else:
+            spare_what_stays()
             _announce(await server.address(), settings.served_model_name or engine.info.name)
     else:
         loading.cancel()
