@@ -22,7 +22,7 @@ MAX_DEPTH = 100
 """Far below what Python's own recursion, here or in a template, can follow."""
 
 MAX_PARTS = 250_000
-"""Lists, objects and keys of a body. Millions would hold the interpreter, and so every answer, for seconds."""
+"""Lists, objects and keys of a body. Millions hold the interpreter, and so every answer, for seconds."""
 
 PART_MARKS = (b"[", b"{", b":")
 
