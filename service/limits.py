@@ -169,6 +169,7 @@ class Leftovers:
             await self._app(scope, receive, send)
             return
         names = {name for name, _ in scope["headers"]}
+        waits = b"expect" in names
         is_open = b"content-length" in names or b"transfer-encoding" in names
 
         async def receive_watched() -> Any:
@@ -178,17 +179,19 @@ class Leftovers:
             return message
 
         async def send_watched(message: Any) -> None:
-            if message["type"] == "http.response.start" and is_open and b"expect" in names:
-                # Whether the body will come is the client's choice, so the next request could not be found.
+            if message["type"] == "http.response.start" and is_open and waits:
+                # It need not send the body any more, and then nobody could find its next request.
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if not is_last or not is_open:
+            if not is_last or not is_open or waits:
                 await send(message)
                 return
             message["more_body"] = True
             await send(message)
             await _drop(receive_watched, lambda: is_open)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if is_open:
+                scope["state"]["abort"]()
 
         await self._app(scope, receive_watched, send_watched)
 
