@@ -54,7 +54,8 @@ class ApiKeys:
         return bool(self.digests)
 
     def __str__(self) -> str:
-        return f"{len(self.digests)} keys" if self.digests else ""
+        num = len(self.digests)
+        return f"{num} key{'s' * (num > 1)}" if num else ""
 
 
 def _digest(key: bytes) -> bytes:

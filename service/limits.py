@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litestar.types import ASGIApp, Receive, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from schemas.errors import ErrorCode
 from service.errors import ServiceError, encode_error
@@ -53,6 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Begin."""
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
         self._is_in_body = False
         self._is_refused = False
         self._num_head_bytes = 0
@@ -130,10 +131,12 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer without the app, and close once the client has had time to read it."""
         self._is_refused = True
         logger.info("connection refused", extra={"status": refusal.status, "reason": refusal.message})
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            # Nothing can be said in the middle of another answer.
-            self.transport.abort()
-            return
+        if self._answering is not None and not self._answering.response_complete:
+            if self._answering.response_started:
+                # Nothing can be said in the middle of another answer.
+                self.transport.abort()
+                return
+            self._forget(self._answering)
         body = encode_error(ServiceError(refusal.code, refusal.message))
         headers = [
             *self.server_state.default_headers,
@@ -144,8 +147,19 @@ class LimitedProtocol(HttpToolsProtocol):
         ]
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
         self.transport.write(STATUS_LINE[refusal.status] + head + b"\r\n" + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._set_timer(LINGER_S)
+
+    def _forget(self, cycle: RequestResponseCycle) -> None:
+        """Tell who is about to answer that nobody listens any more."""
+        self.pipeline.clear()
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, app)
+        self._answering = cycle
 
     def _set_timer(self, seconds: float | None) -> None:
         """Give the client so long from now on."""
