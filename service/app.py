@@ -11,7 +11,10 @@ from litestar.types import ASGIApp
 
 from engine.engine import Engine
 from service import __version__
+from service.cors import Cors, parse_origins
 from service.errors import handle
+from service.keys import KeyGuard
+from service.limits import Leftovers
 from service.metrics import Metrics
 from service.routes.chat import create_chat_completion
 from service.routes.completions import create_completion
@@ -27,12 +30,16 @@ from service.routes.health import health, metrics, ready, version
 from service.routes.logits import create_logits
 from service.routes.models import list_models, retrieve_model
 from service.routes.tokenize import detokenize_prompt, get_tokenizer_info, tokenize_prompt
-from service.settings import Settings
+from service.settings import Settings, keys_of
 from service.telemetry import RequestLog
 
 
 def create_app(settings: Settings, engine: Engine) -> ASGIApp:
-    """Return the application. It starts the engine's loading when it starts, and stops it when it stops."""
+    """Return the application. It starts the engine's loading when it starts, and stops it when it stops.
+
+    Raises:
+        SettingsError: The file of keys is not there, or has none.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -40,8 +47,8 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         yield
         await engine.stop()
 
-    counters = Metrics(engine)
-    app = Litestar(
+    counters = Metrics(engine, settings.served_model_name)
+    app: ASGIApp = Litestar(
         route_handlers=[
             create_chat_completion,
             create_completion,
@@ -78,4 +85,9 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
             render_plugins=[JsonRenderPlugin(path="/")],
         ),
     )
-    return RequestLog(app)
+    if keys := keys_of(settings):
+        app = KeyGuard(app, keys)
+    app = Leftovers(app)
+    if origins := parse_origins(settings.cors_origins):
+        app = Cors(app, origins)
+    return RequestLog(app, counters, logs_texts=settings.log_prompts)

@@ -14,7 +14,9 @@ from litestar.types import ASGIApp
 from engine.engine import Engine
 from engine.errors import LoadError
 from service.app import create_app
-from service.settings import Settings
+from service.limits import LimitedProtocol
+from service.settings import Settings, keys_of
+from service.tuning import spare_what_stays
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ def build_server(settings: Settings, engine: Engine, wrap: Wrap | None = None) -
         app if wrap is None else wrap(app),
         host=settings.host,
         port=settings.port,
+        http=LimitedProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -147,20 +151,23 @@ async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> i
             server.should_exit = True
             code = 1
         else:
-            announce(await server.address(), settings.served_model_name or engine.info.name)
+            spare_what_stays()
+            model = settings.served_model_name or engine.info.name
+            announce(await server.address(), model, needs_key=bool(keys_of(settings)))
     else:
         loading.cancel()
     await serving
     return code
 
 
-def announce(address: str, model: str) -> None:
+def announce(address: str, model: str, *, needs_key: bool) -> None:
     """Print where the server is, and one line that shows it at work."""
     # Nobody can call all interfaces; from here, the server is on this one.
     reachable = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    key = """-H "authorization: Bearer $API_KEY" """ if needs_key else ""
     print(
         f"\nlogitwire serves {model} at {address}\n\nTry it:\n\n"
-        f"curl -s {reachable}/v1/chat/completions -H 'content-type: application/json' -d "
+        f"curl -s {reachable}/v1/chat/completions {key}-H 'content-type: application/json' -d "
         """'{"messages": [{"role": "user", "content": "Say hi in three words."}], "max_tokens": 8, """
         """"temperature": 0, "return_logprobs": true}'\n""",
         flush=True,
