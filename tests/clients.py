@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,8 +96,19 @@ class FakeServer:
     context: ssl.SSLContext | None = None
     url: str = ""
     requests: list[bytes] = field(default_factory=list)
-    num_connections: int = 0
     over: threading.Event = field(default_factory=threading.Event)
+    connections: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.connections)
+
+    def stop(self) -> None:
+        """End all that still waits for a client."""
+        self.over.set()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def serve(self, listener: socket.socket) -> None:
         threads = []
@@ -106,7 +117,7 @@ class FakeServer:
                 connection, _ = listener.accept()
             except OSError:
                 break
-            self.num_connections += 1
+            self.connections.append(connection)
             threads.append(threading.Thread(target=self._talk, args=(connection,)))
             threads[-1].start()
         for thread in threads:
@@ -116,7 +127,9 @@ class FakeServer:
         connection.settimeout(DEADLINE_S)
         try:
             if self.context is not None:
+                place = self.connections.index(connection)
                 connection = self.context.wrap_socket(connection, server_side=True)
+                self.connections[place] = connection
             while (request := _request(connection)) and self.replies:
                 self.requests.append(request)
                 reply = self.replies.pop(0)
@@ -157,7 +170,7 @@ def fake_server(
     try:
         yield server
     finally:
-        server.over.set()
+        server.stop()
         # Only a shutdown wakes a thread that waits for connections.
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
