@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 
 from logitwire import calls
 from logitwire.calls import JsonCall, RowsCall
-from logitwire.config import load_config
+from logitwire.config import MAX_IDLE, load_config
 from logitwire.connection import Connection, connect
 from logitwire.errors import APIConnectionError, APIError, APITimeoutError, LogitwireError
 from logitwire.exchange import Exchange
@@ -27,9 +27,6 @@ from logitwire.results import Divergence, Generation, Row, Score
 from logitwire.retries import retry_delay_s
 
 Result = TypeVar("Result")
-
-MAX_IDLE = 16
-"""Connections that are kept for the next calls at most."""
 
 
 class AsyncClient:
