@@ -357,10 +357,13 @@ class AsyncRowStream(Generic[Result]):
             APIError: The server refused or failed the request.
             APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
+            RuntimeError: The stream was closed before its end, or has raised before.
         """
         while not self._ready:
-            if self._is_over:
+            if self._results:
                 raise StopAsyncIteration
+            if self._is_over:
+                raise RuntimeError("the stream failed or was closed")
             try:
                 if self._connection is None:
                     self._connection = await self._client._open(self._call, keeps=self._keeps, gives=True)

@@ -26,7 +26,7 @@ from logitwire.options import (
 )
 from logitwire.results import Divergence, Generation, Row, Score
 from logitwire.retries import retry_delay_s
-from logitwire.sockets import Idle, connect, send
+from logitwire.sockets import Idle, connect, receive, send
 
 Result = TypeVar("Result")
 
@@ -316,7 +316,7 @@ class Client:
                     received = None
                     continue
                 try:
-                    received = connection.recv_into(item)
+                    received = receive(connection, item, exchange.spare)
                 except OSError as error:
                     cause = send_error or error
                     raise exchange.failure(cause) from cause
@@ -334,7 +334,8 @@ class RowStream(Generic[Result]):
     """Rows of one answer, each as soon as the server has it.
 
     The request is sent with the first row asked for. Closing the stream, or leaving its ``with`` block,
-    before its end ends the work at the server. An answer that is not whole raises where its rows end.
+    before its end ends the work at the server. An answer that is not whole raises where its rows end. A
+    stream belongs to one thread.
     """
 
     def __init__(self, client: Client, call: RowsCall[Result], *, keep: bool) -> None:
@@ -360,6 +361,7 @@ class RowStream(Generic[Result]):
             APIError: The server refused or failed the request.
             APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
+            RuntimeError: The stream was closed before its end, or has raised before.
         """
         while not self._ready:
             try:
@@ -367,6 +369,8 @@ class RowStream(Generic[Result]):
             except StopIteration as stop:
                 if stop.value is not None:
                     self._results.append(stop.value)
+                if not self._results:
+                    raise RuntimeError("the stream failed or was closed") from None
                 raise
         return self._ready.popleft()
 

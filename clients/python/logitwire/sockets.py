@@ -3,10 +3,13 @@
 import os
 import selectors
 import socket
+import ssl
 import threading
 
 from logitwire.config import MAX_IDLE, Config
 from logitwire.errors import APIConnectionError, APITimeoutError
+
+HAS_SCATTER = hasattr(socket.socket, "recvmsg_into")
 
 
 class Idle:
@@ -89,3 +92,10 @@ def send(connection: socket.socket, request: bytes) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def receive(connection: socket.socket, wanted: memoryview, spare: memoryview) -> int:
+    """Receive into a buffer, and what else is there into a second one, with one call; return the sum."""
+    if wanted.obj is spare.obj or isinstance(connection, ssl.SSLSocket) or not HAS_SCATTER:
+        return connection.recv_into(wanted)
+    return connection.recvmsg_into((wanted, spare))[0]
