@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ def stream(
     value = pa.float16() if kind is np.float16 else pa.float32()
     schema = pa.schema(
         [
+            ("choice", pa.int32()),
             ("token_id", pa.int32()),
             ("token", pa.utf8()),
             ("finish_reason", pa.utf8()),
@@ -36,6 +38,7 @@ def stream(
             numbers = range(total, total + num)
             rows = np.repeat(np.arange(total, total + num), V).astype(kind)
             columns = [
+                pa.array([0] * num, pa.int32()),
                 pa.array(numbers, pa.int32()),
                 pa.array(["é" * (each % 5) for each in numbers]),
                 pa.array([None if each % 2 else "stop" for each in numbers], pa.utf8()),
@@ -111,7 +114,7 @@ def test_a_stream_without_an_end_record_is_incomplete() -> None:
 
 
 def test_another_number_of_rows_than_the_end_record_says_is_incomplete() -> None:
-    with pytest.raises(IncompleteStreamError, match="2 rows came"):
+    with pytest.raises(IncompleteStreamError, match=r"\[2\] rows came"):
         read(stream([2], record=(END_KEY, {"rows": [3]})))
 
 
@@ -182,5 +185,27 @@ def test_rows_of_another_choice_than_expected_make_no_result() -> None:
         read(choices_stream([[0], [2]], [1, 0, 1]), max_rows_of=[1, 1])
     with pytest.raises(IncompleteStreamError, match=r"\[1, 2\] rows came"):
         read(choices_stream([[0], [1, 1]], [2, 1]), max_rows_of=[1, 1])
-    with pytest.raises(IncompleteStreamError, match="not all are of choices"):
-        read(stream([1]), max_rows_of=[1])
+    with pytest.raises(IncompleteStreamError, match=r"\[1\] rows came"):
+        read(choices_stream([[0]], [1, 2]), max_rows_of=[1, 2])
+    with pytest.raises(IncompleteStreamError, match="choices 0 to 0"):
+        read(choices_stream([[-1]], [1]), max_rows_of=[1])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [stream([1, 1]), stream([3]), choices_stream([[0, 1]], [1, 1]), choices_stream([[0, 1]], [1, 1], "lz4")],
+    ids=["single rows", "many rows", "lists", "compressed"],
+)
+def test_a_stream_with_wrong_bytes_is_read_or_refused_and_nothing_else(data: bytes) -> None:
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(rng.choice([1, 1, 3])):
+            at = rng.randrange(len(changed))
+            changed[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        try:
+            read(bytes(changed), max_rows_of=[1, 1])
+        except (IncompleteStreamError, APIError):
+            num_refused += 1
+    assert num_refused > 100
