@@ -266,7 +266,8 @@ def _kl_of_one(p: ArrayLike, q: ArrayLike, temperature: float) -> float:
 def _log_softmax(row: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
         shifted = (row - row.max()) / temperature
-    return shifted - math.log(np.exp(shifted).sum())
+    log_softmax: NDArray[np.float64] = shifted - math.log(np.exp(shifted).sum())
+    return log_softmax
 
 
 def _tvd(one: Any, other: Any) -> NDArray[np.float64]:
