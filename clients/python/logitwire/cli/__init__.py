@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"logitwire {args.command}: {error}", file=sys.stderr)
         return 2
     except LogitwireError as error:
