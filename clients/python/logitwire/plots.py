@@ -27,11 +27,13 @@ LARGEST: dict[Base, float] = {2: 1.0, "e": float(np.log(2))}
 SUFFIXES = (".png", ".svg", ".pdf")
 
 INCHES_PER_POSITION = 0.24
-MIN_WIDTH, MAX_WIDTH = 6.0, 22.0
-MAX_LABELS = 90
+MIN_WIDTH, MAX_WIDTH = 6.0, 16.0
+INCHES_PER_ENTRY = 2.9
+MAX_LABELS = 72
 """As many token labels fit next to each other on the widest figure."""
+LABEL_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
-SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#9dc3e6", "#d9d9d9"
+SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#dd8b3c", "#d9d9d9"
 THRESHOLD = "#c0392b"
 SEGMENTS = {"reasoning": "#fff2cc", "tool": "#e2f0d9", "special": "#fbe5e1"}
 
@@ -54,8 +56,8 @@ def plot_positions(
         tokens: T token texts. White space is made visible, and long sequences are labelled here and there.
         path: Where to save it: .png, .svg or .pdf. Without one it is only returned.
         positions: (n,) places in ``tokens``; without them, the first n. What is left out stands on grey.
-        num_same_prefix: The first so many bars follow the same generated tokens; the others are drawn paler.
-            See :class:`logitwire.Alignment`.
+        num_same_prefix: The first so many bars follow the same generated tokens; the others get another
+            colour. See :class:`logitwire.Alignment`.
         segments: T words as in a result; anything but "content" is shaded.
         base: Of the logarithm that was taken; names the unit.
         title: Above it.
@@ -71,29 +73,24 @@ def plot_positions(
     axes = figure.subplots()
     num = len(values) if num_same_prefix is None else num_same_prefix
     _shade(axes, len(tokens), places, segments)
-    is_dense = len(tokens) > MAX_LABELS
+    # Thin bars with gaps between them would flicker.
+    width = 1.0 if len(tokens) > MAX_LABELS else 0.8
     for part, colour, name in (
         (slice(None, num), SAME_PREFIX, "same prefix"),
         (slice(num, None), SAME_TOKEN, "same token, other prefix"),
     ):
         if len(values[part]):
-            # Thin bars with gaps between them would flicker.
-            width = 1.0 if is_dense else 0.8
-            axes.bar(places[part], values[part], width, color=colour, linewidth=0, label=name)
-            axes.axhline(
-                float(values[part].mean()),
-                color=colour,
-                linestyle="--",
-                linewidth=1,
-                label=f"mean {values[part].mean():.3g} {UNITS[base]}",
-            )
+            mean = float(values[part].mean())
+            text = f"{name}, mean {mean:.3g} {UNITS[base]}"
+            axes.bar(places[part], values[part], width, color=colour, linewidth=0, label=text)
+            ends = places[part].min() - 0.5, places[part].max() + 0.5
+            axes.hlines(mean, *ends, color=colour, linestyle="--", linewidth=1)
     _label_tokens(axes, tokens)
     axes.set_xlim(-0.6, max(len(tokens), 1) - 0.4)
     axes.set_ylim(0, _top(values, base))
     axes.set_ylabel(f"JSD ({UNITS[base]})")
     _entitle(axes, title)
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper right", ncols=6, frameon=False, fontsize="small")
+    _explain(figure, axes)
     return _saved(figure, path)
 
 
@@ -116,7 +113,7 @@ def plot_iterations(
         cmap="viridis",
     )
     axes.set_facecolor(NOT_COMPARED)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("position in the later iteration")
     step = max(1, len(found) // 40)
     named = range(0, len(found), step)
@@ -140,7 +137,7 @@ def plot_means(
     axes = figure.subplots()
     pairs = "the same prefix" if tracker.pairs == "same prefix" else "all aligned positions"
     numbers = np.arange(2, len(means) + 2)
-    axes.plot(numbers, means, marker="o", color=SAME_PREFIX, label=f"mean over {pairs}")
+    axes.plot(numbers, means, marker="o", color=SAME_PREFIX, clip_on=False, label=f"mean over {pairs}")
     limit = f"threshold {tracker.threshold:g}"
     axes.axhline(tracker.threshold, color=THRESHOLD, linestyle="--", linewidth=1, label=limit)
     axes.set_xlim(1.5, max(len(means), 1) + 1.5)
@@ -148,9 +145,15 @@ def plot_means(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("iteration, compared with the one before")
     axes.set_ylabel(f"mean JSD ({UNITS[tracker.base]})")
-    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize="small")
+    _explain(figure, axes)
     _entitle(axes, title)
     return _saved(figure, path)
+
+
+def _explain(figure: Figure, axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        columns = int(figure.get_figwidth() / INCHES_PER_ENTRY)
+        figure.legend(loc="outside upper right", ncols=columns, frameon=False, fontsize="small")
 
 
 def _entitle(axes: Axes, title: str | None) -> None:
@@ -174,31 +177,24 @@ def _shade(axes: Axes, num: int, places: NDArray[np.int64], segments: Sequence[s
     kinds = [
         (segments[place] if segments else "content") if place in is_compared else "" for place in range(num)
     ]
-    named = set()
+    named: set[str] = set()
     for kind, run in groupby(range(num), key=kinds.__getitem__):
-        if kind == "content":
-            continue
-        first, *others = run
-        colour = SEGMENTS.get(kind, NOT_COMPARED)
-        name = kind or "not compared"
-        axes.axvspan(
-            first - 0.5,
-            (others[-1] if others else first) + 0.5,
-            color=colour,
-            linewidth=0,
-            zorder=0,
-            label=None if name in named else name,
-        )
-        named.add(name)
+        if kind != "content":
+            covered = list(run)
+            colour = SEGMENTS.get(kind, NOT_COMPARED)
+            shade = axes.axvspan(covered[0] - 0.5, covered[-1] + 0.5, color=colour, linewidth=0, zorder=0)
+            if kind not in named:
+                shade.set_label(kind or "not compared")
+                named.add(kind)
 
 
 def _label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
     """Name the positions by their tokens; in a long sequence, some of them, with their numbers."""
-    step = -(-len(tokens) // MAX_LABELS) if tokens else 1
+    step = next(each for each in LABEL_STEPS if each * MAX_LABELS >= len(tokens))
     ticks = range(0, len(tokens), step)
     texts = [label(tokens[place]) if step == 1 else f"{place}  {label(tokens[place])}" for place in ticks]
     axes.set_xticks(list(ticks), texts, rotation=90, fontsize=8, family=FAMILIES, parse_math=False)
-    axes.set_xlabel("token" if step == 1 else f"position and token, every {step}th")
+    axes.set_xlabel("token" if step == 1 else "position and token")
 
 
 def _saved(figure: Figure, path: str | Path | None) -> Figure:
