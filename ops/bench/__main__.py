@@ -1,11 +1,11 @@
-"""Measures the bars and prints them: ``python -m ops.bench [equal|asking|transport|scoring|mixed ...]``."""
+"""Measures the bars and prints them: ``python -m ops.bench [PART ...]``, all parts or those named."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from ops.bench import asking, scoring, serve, transport
+from ops.bench import asking, metrics, scoring, serve, transport
 from ops.bench.bars import Bar, Options, machine, save, table, versions
 
 PARTS = {
@@ -13,6 +13,7 @@ PARTS = {
     "asking": asking.run,
     "transport": transport.run,
     "scoring": scoring.run,
+    "metrics": metrics.run,
     "mixed": serve.mixed,
 }
 

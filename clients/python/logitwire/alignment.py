@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitwire.metrics import Base, jsd
-from logitwire.views import PickedRows, Rows, as_rows
+from logitwire.views import PickedRows, RowsLike, as_rows
 
 Kind: TypeAlias = Literal["same prefix", "same token"]
 
@@ -48,7 +48,7 @@ class Alignment:
         return Alignment(self.a_positions[:num], self.b_positions[:num], num)
 
     def jsd(
-        self, rows_a: Rows, rows_b: Rows, base: Base = 2, *, temperature: float = 1.0
+        self, rows_a: RowsLike, rows_b: RowsLike, base: Base = 2, *, temperature: float = 1.0
     ) -> NDArray[np.float64]:
         """Return the Jensen-Shannon divergence of each pair, float64 (n,); see :func:`logitwire.metrics.jsd`.
 
