@@ -81,7 +81,7 @@ def align(a_ids: Sequence[int], b_ids: Sequence[int]) -> Alignment:
 
     First come the positions 0 to p, where p is the length of the common prefix: in the pair (p, p), if both
     have it, the tokens differ and the rows are comparable nevertheless. Behind that, a longest common
-    subsequence of the tokens is paired. Of several such, one is taken whose matches lie late in ``a``.
+    subsequence of the tokens is paired. Of several such, one is taken whose matches lie early in ``b``.
 
     The time is that of len(a) additions of len(b) bits, whatever the tokens are: some 10 ms for 4,096
     tokens that have little in common.

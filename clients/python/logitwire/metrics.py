@@ -103,7 +103,7 @@ def entropy(rows: RowsLike, base: Base = 2, *, temperature: float = 1.0) -> NDAr
         # ln P is the shifted logit less ln(total); both parts of the sum are positive.
         np.maximum(shifted, LOWEST, out=shifted)
         np.multiply(shifted, weights, out=shifted)
-        found[part] = np.log(totals) - _sums(shifted) / totals
+        found[part] = (np.log(totals) - _sums(shifted) / totals)[:, 0]
     return found / unit
 
 
@@ -130,7 +130,7 @@ def logprobs_of(rows: RowsLike, token_ids: ArrayLike, *, temperature: float = 1.
     found = np.empty(side.num)
     for part in _parts(side):
         shifted, _, totals = side.load(part)
-        found[part] = shifted[np.arange(len(shifted)), ids[part]] - np.log(totals)
+        found[part] = shifted[np.arange(len(shifted)), ids[part]] - np.log(totals[:, 0])
     return found
 
 

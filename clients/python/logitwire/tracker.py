@@ -87,7 +87,7 @@ class IterationTracker:
         self.iterations: list[Iteration] = []
         self.comparisons: list[Comparison] = []
 
-    def add(self, result: Result, **metadata: Any) -> Comparison | None:
+    def add(self, result: Result, /, **metadata: Any) -> Comparison | None:
         """Add a completion, such as what the client returns; see :meth:`add_tokens`."""
         return self.add_tokens(
             result.token_ids,

@@ -78,7 +78,7 @@ class ChunkedRows(_View):
 
         Args:
             load: Returns a chunk by its number, (its length, V).
-            lengths: RowsLike of each chunk.
+            lengths: Rows of each chunk.
             width: V.
             dtype: Of the values.
         """
