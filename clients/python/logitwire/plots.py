@@ -197,9 +197,18 @@ def _label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
     axes.set_xlabel("token" if step == 1 else "position and token")
 
 
+def check_path(path: str | Path) -> None:
+    """Refuse a path that no plot can be saved to.
+
+    Raises:
+        ValueError: Its suffix is none of the three.
+    """
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path}: a plot is saved as {', '.join(SUFFIXES)}")
+
+
 def _saved(figure: Figure, path: str | Path | None) -> Figure:
     if path is not None:
-        if Path(path).suffix.lower() not in SUFFIXES:
-            raise ValueError(f"{path}: a plot is saved as {', '.join(SUFFIXES)}")
+        check_path(path)
         figure.savefig(path, dpi=150)
     return figure

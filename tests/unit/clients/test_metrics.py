@@ -57,7 +57,7 @@ def ours(p: np.ndarray, q: np.ndarray, temperature: float = 1.0) -> dict[str, np
     temperature=st.sampled_from([1.0, 0.5, 3.0]),
 )
 def test_all_numbers_are_those_of_scipy_in_float64(
-    seed: int, num: int, width: int, scale: float, nearness: float, dtype: Any, temperature: float
+    *, seed: int, num: int, width: int, scale: float, nearness: float, dtype: Any, temperature: float
 ) -> None:
     rng = np.random.default_rng(seed)
     p = (rng.normal(size=(num, width)) * scale).astype(dtype)
