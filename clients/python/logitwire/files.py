@@ -7,6 +7,7 @@ same. Files are mapped into memory: rows are read from the disk when they are us
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,27 +141,35 @@ def _read_parquet(path: Path) -> _Whole:
     file = pq.ParquetFile(path, memory_map=True)
     schema = file.schema_arrow
     small = [name for name in schema.names if name != "logits"]
-    columns = file.read(columns=small).to_pydict()
-    groups = range(file.metadata.num_row_groups)
-    lengths = [file.metadata.row_group(place).num_rows for place in groups]
-    return _Whole(columns, group_rows(file, list(groups), lengths), _response(schema))
+    rows = RowGroups(file).rows(range(file.metadata.num_row_groups))
+    return _Whole(file.read(columns=small).to_pydict(), rows, _response(schema))
 
 
-def group_rows(file: pq.ParquetFile, groups: Sequence[int], lengths: Sequence[int]) -> ChunkedRows | None:
-    """Return the column ``logits`` of row groups, if there is one; one group at a time is in memory."""
-    if "logits" not in file.schema_arrow.names:
-        return None
-    kind = file.schema_arrow.field("logits").type
-    kept: dict[int, NDArray[Any]] = {}
+class RowGroups:
+    """The rows in the groups of a Parquet file; the two groups that were used last are in memory."""
 
-    def load(number: int) -> NDArray[Any]:
-        if number not in kept:
-            kept.clear()
-            column = file.read_row_group(groups[number], columns=["logits"])["logits"].combine_chunks()
-            kept[number] = _values(column, kind.list_size)
-        return kept[number]
+    def __init__(self, file: pq.ParquetFile) -> None:
+        self._file = file
+        # Two, since two answers of one file may be compared in step.
+        self._load = lru_cache(2)(self._read)
 
-    return ChunkedRows(load, lengths, kind.list_size, kind.value_type.to_pandas_dtype())
+    def rows(self, groups: range) -> ChunkedRows | None:
+        """Return the column ``logits`` of some groups, if there is one."""
+        if "logits" not in self._file.schema_arrow.names:
+            return None
+        kind = self._file.schema_arrow.field("logits").type
+        lengths = [self.length(group) for group in groups]
+        dtype = kind.value_type.to_pandas_dtype()
+        return ChunkedRows(lambda place: self._load(groups[place]), lengths, kind.list_size, dtype)
+
+    def length(self, group: int) -> int:
+        """Return how many rows a group has."""
+        num: int = self._file.metadata.row_group(group).num_rows
+        return num
+
+    def _read(self, group: int) -> NDArray[Any]:
+        column = self._file.read_row_group(group, columns=["logits"])["logits"].combine_chunks()
+        return _values(column, column.type.list_size)
 
 
 def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, Any] | None) -> _Whole:
