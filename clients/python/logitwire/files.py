@@ -25,6 +25,9 @@ ARROW_FILE_MARK = b"ARROW1"
 PARQUET_MARK = b"PAR1"
 STREAM_MARK = b"\xff\xff\xff\xff"
 
+TRACKER_KEY = b"logitwire.iterations"
+"""Schema metadata of a tracker's file, which is another kind of Parquet; see logitwire.tracker_file."""
+
 
 class RowFileError(LogitwireError, ValueError):
     """The file holds no rows of an answer, or not those that were asked for."""
@@ -140,6 +143,8 @@ def _read_arrow_file(path: Path) -> _Whole:
 def _read_parquet(path: Path) -> _Whole:
     file = pq.ParquetFile(path, memory_map=True)
     schema = file.schema_arrow
+    if TRACKER_KEY in (schema.metadata or {}):
+        raise RowFileError(f"{path} holds the iterations of a loop; IterationTracker.load reads it")
     small = [name for name in schema.names if name != "logits"]
     rows = RowGroups(file).rows(range(file.metadata.num_row_groups))
     return _Whole(file.read(columns=small).to_pydict(), rows, _response(schema))
@@ -193,6 +198,8 @@ def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, 
 
 def _values(column: Any, width: int) -> NDArray[Any]:
     """Return the rows (k, V) of a column without copying them."""
+    if column.null_count:
+        raise RowFileError("some logits are null")
     rows: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=True).reshape(-1, width)
     return rows
 

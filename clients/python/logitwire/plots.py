@@ -33,7 +33,7 @@ MAX_LABELS = 72
 """As many token labels fit next to each other on the widest figure."""
 LABEL_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
-SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#dd8b3c", "#d9d9d9"
+SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#dd8b3c", "#e4e4e4"
 THRESHOLD = "#c0392b"
 SEGMENTS = {"reasoning": "#fff2cc", "tool": "#e2f0d9", "special": "#fbe5e1"}
 

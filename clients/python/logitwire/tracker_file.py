@@ -19,10 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitwire.alignment import Alignment
-from logitwire.files import RowFileError, RowGroups
+from logitwire.files import TRACKER_KEY, RowFileError, RowGroups
 from logitwire.iterations import Comparison, Iteration
-
-TRACKER_KEY = b"logitwire.iterations"
 
 GROUP_BYTES = 16 * 2**20
 """Bytes of rows in one row group, which is the least that can be read back."""
