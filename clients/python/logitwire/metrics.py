@@ -5,8 +5,9 @@ the processor's cache, and a block is the only thing that is copied: memory is f
 are, and ``numpy.memmap`` or :class:`logitwire.files.RowFile` rows are read as they are needed.
 
 Values of float16 and float32 rows are computed in float32 and summed in float64; the results are within
-1e-6 of the same computed in float64 throughout (of the value itself, where that is above 1). Rows of any
-other type are computed in float64. A logit of -inf is a probability of 0.
+1e-6 of the same computed in float64 throughout (of the value itself, where that is above 1), and a divergence
+below 1e-7 is nothing but rounding. Rows of any other type are computed in float64, so widen rows to see
+smaller ones. A logit of -inf is a probability of 0.
 """
 
 import math
