@@ -5,9 +5,9 @@ that it is whole, so a stream without one is refused. Arrow files and Parquet ha
 same. Files are mapped into memory: rows are read from the disk when they are used, and not before.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ class RowGroups:
     def __init__(self, file: pq.ParquetFile) -> None:
         self._file = file
         # Two, since two answers of one file may be compared in step.
-        self._load = lru_cache(2)(self._read)
+        self._load = functools.lru_cache(2)(self._read)
 
     def rows(self, groups: range) -> ChunkedRows | None:
         """Return the column ``logits`` of some groups, if there is one."""
