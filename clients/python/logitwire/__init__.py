@@ -1,6 +1,7 @@
 """Client of the logitwire server: text, ids, logprobs and complete rows of logits, as numpy arrays."""
 
 from logitwire.aio import AsyncClient, AsyncRowStream
+from logitwire.alignment import Alignment, align, common_prefix
 from logitwire.client import Client, RowStream
 from logitwire.errors import (
     APIConnectionError,
@@ -18,32 +19,49 @@ from logitwire.errors import (
     ServerError,
     UnprocessableEntityError,
 )
-from logitwire.metrics import jsd
+from logitwire.files import RowFile, RowFileError, read_rows
+from logitwire.iterations import Comparison, Iteration
+from logitwire.metrics import entropy, jsd, kl, logprobs_of, perplexity, tvd
 from logitwire.results import Divergence, DivergenceStep, Generation, Row, Score
+from logitwire.tracker import IterationTracker
 
 __all__ = [
     "APIConnectionError",
     "APIError",
     "APITimeoutError",
+    "Alignment",
     "AsyncClient",
     "AsyncRowStream",
     "AuthenticationError",
     "BadRequestError",
     "Client",
+    "Comparison",
     "ContextLengthError",
     "Divergence",
     "DivergenceStep",
     "Generation",
     "IncompleteStreamError",
+    "Iteration",
+    "IterationTracker",
     "LogitwireError",
     "NotFoundError",
     "OverloadedError",
     "PermissionDeniedError",
     "RateLimitError",
     "Row",
+    "RowFile",
+    "RowFileError",
     "RowStream",
     "Score",
     "ServerError",
     "UnprocessableEntityError",
+    "align",
+    "common_prefix",
+    "entropy",
     "jsd",
+    "kl",
+    "logprobs_of",
+    "perplexity",
+    "read_rows",
+    "tvd",
 ]
