@@ -288,13 +288,17 @@ class AsyncClient:
         """Try once. A kept connection that the server has closed meanwhile does not count."""
         if (kept := self._take()) is not None:
             try:
-                return await self._converse(kept, Exchange(call, self._config, keeps=keeps), gives=gives)
+                return await self._converse(
+                    kept, Exchange(call, self._config, keeps=keeps, gives=gives), gives=gives
+                )
             except APITimeoutError:
                 raise
             except APIConnectionError:
                 pass
         connection = await connect(self._config)
-        return await self._converse(connection, Exchange(call, self._config, keeps=keeps), gives=gives)
+        return await self._converse(
+            connection, Exchange(call, self._config, keeps=keeps, gives=gives), gives=gives
+        )
 
     async def _converse(
         self, connection: Connection, exchange: Exchange[Result], *, gives: bool

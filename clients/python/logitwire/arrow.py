@@ -6,7 +6,6 @@ Communication") and receives every row directly into its place. Small columns ar
 is more than one row. Like :mod:`logitwire.http` it knows no I/O.
 """
 
-import struct
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from logitwire.columns import Column, ColumnReader
 from logitwire.errors import IncompleteStreamError, api_error
 from logitwire.http import Receiving, Source
 from logitwire.rows import Kept, Loose, Places, Rows
+from logitwire.singles import Singles
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
@@ -35,7 +35,7 @@ FIRST_BYTES = 2**20
 
 MAX_PADDING = 64
 
-_FRAME = struct.Struct("<Ii")
+_NOTHING = memoryview(b"")
 
 ReadInto = Callable[[memoryview], int]
 """Fills some of a buffer and returns how much; 0 at the end of the stream."""
@@ -84,7 +84,12 @@ Reading = Generator[memoryview | Batch, int | None, Table]
 
 
 def read_stream(
-    source: Source, max_rows_of: Sequence[int | None], *, keeps: bool = True, request_id: str | None = None
+    source: Source,
+    max_rows_of: Sequence[int | None],
+    *,
+    keeps: bool = True,
+    gives: bool = True,
+    request_id: str | None = None,
 ) -> Reading:
     """Receive a whole stream.
 
@@ -92,40 +97,46 @@ def read_stream(
         source: Where the bytes come from.
         max_rows_of: For each choice how many rows may come, if that is known: its array is then not enlarged.
         keeps: Whether the rows are kept for the table.
+        gives: Whether batches are yielded.
         request_id: For errors.
 
     Raises:
         IncompleteStreamError: The stream ended before its end record, or a row count differs.
         APIError: The server reported a failure in the stream.
     """
-    first = yield from _message(source)
-    if first is None or first.head.kind != ipc.SCHEMA:
-        raise IncompleteStreamError("the stream does not begin with a schema")
-    schema, response = _schema(first.metadata)
-    yield from _bytes(source, first.head.body_length)
+    schema, response = yield from _opening(source)
     reader = ColumnReader([Column(each.name, each.type) for each in schema if each.name != "logits"])
     columns: dict[str, list[Any]] = {name: [] for name in reader.names}
     places = _places(schema, max_rows_of if keeps else None)
+    singles = Singles(places)
     end: dict[str, Any] | None = None
-    num_rows = 0
-    while (message := (yield from _message(source))) is not None:
-        head = message.head
-        end = _record(head, request_id) or end
-        if head.is_compressed:
+    while True:
+        row = singles.take(source)
+        if row is not None:
+            yield from _row(source, row.place)
+            if gives:
+                yield Batch(singles.columns_of(row), [row.place])
+            continue
+        message = yield from _message(source)
+        if message is None:
+            break
+        end = _record(message.head, request_id) or end
+        if message.head.is_compressed:
             batch = yield from _compressed(source, message, schema, places)
         else:
-            batch = yield from _plain(source, head, reader, places)
-        if head.num_rows:
-            num_rows += head.num_rows
+            batch = yield from _plain(source, message.head, reader, places)
+            singles.learn(message.metadata, message.head, reader.form(message.head))
+        if message.head.num_rows:
+            singles.move_to(columns)
             for name, values in batch.columns.items():
                 columns[name] += values
-            yield batch
+            if gives:
+                yield batch
+    singles.move_to(columns)
     # Only a closing chunk behind the mark shows that the server got to its own end.
     if (yield from source.fill(memoryview(bytearray(1)))):
         raise IncompleteStreamError("there are bytes behind the end of the stream")
-    if end is None:
-        raise IncompleteStreamError(f"the stream ended after {num_rows} rows, without an end record")
-    _check_counts(end, columns["choice"])
+    end = _checked(end, columns["choice"])
     parts = None if places is None else places.parts()
     return Table(schema=schema, columns=columns, parts=parts, response=response, end=end)
 
@@ -157,6 +168,12 @@ class _Function:
     def take(self, size: int) -> None:
         return None
 
+    def here(self) -> tuple[memoryview, int, int]:
+        return _NOTHING, 0, 0
+
+    def skip(self, size: int) -> None:
+        raise AssertionError("nothing is here")
+
     def fill(self, view: memoryview) -> Receiving[int]:
         at = 0
         while at < len(view) and (got := (yield view[at:])):
@@ -172,9 +189,19 @@ class _Message:
     head: ipc.Head
 
 
+def _opening(source: Source) -> Receiving[tuple[pa.Schema, dict[str, Any]]]:
+    """Receive the schema of a stream, and what it says of the answer."""
+    first = yield from _message(source)
+    if first is None or first.head.kind != ipc.SCHEMA:
+        raise IncompleteStreamError("the stream does not begin with a schema")
+    opened = _schema(first.metadata)
+    yield from _bytes(source, first.head.body_length)
+    return opened
+
+
 def _message(source: Source) -> Receiving[_Message | None]:
     """Receive the metadata of the next message; ``None`` at the end-of-stream mark."""
-    mark, length = _FRAME.unpack(source.take(8) or (yield from _bytes(source, 8)))
+    mark, length = ipc.FRAME.unpack(source.take(8) or (yield from _bytes(source, 8)))
     if mark != ipc.CONTINUATION or length < 0:
         raise IncompleteStreamError("this is no Arrow stream")
     if length == 0:
@@ -213,9 +240,7 @@ def _plain(source: Source, head: ipc.Head, reader: ColumnReader, places: Places 
     columns = reader.read(head, source.take(at) or (yield from _bytes(source, at)))
     given = places.next(columns["choice"])
     for place in given:
-        view = _bytes_of(place)
-        if (yield from source.fill(view)) < len(view):
-            raise IncompleteStreamError("the stream broke off in the middle of a row")
+        yield from _row(source, place)
     if rest:
         yield from _bytes(source, rest)
     return Batch(columns, given)
@@ -242,8 +267,11 @@ def _compressed(
     return Batch(columns, given)
 
 
-def _bytes_of(place: Rows) -> memoryview:
-    return place.reshape(-1).view(np.uint8).data
+def _row(source: Source, place: Rows) -> Receiving[None]:
+    """Receive rows into their place."""
+    view = place.data.cast("B")
+    if (yield from source.fill(view)) < len(view):
+        raise IncompleteStreamError("the stream broke off in the middle of a row")
 
 
 def _schema(metadata: bytes) -> tuple[pa.Schema, dict[str, Any]]:
@@ -292,11 +320,14 @@ def _places(schema: pa.Schema, max_rows_of: Sequence[int | None] | None) -> Plac
     return Loose(kind.list_size, dtype) if max_rows_of is None else Kept(kind.list_size, dtype, max_rows_of)
 
 
-def _check_counts(end: dict[str, Any], choices: Sequence[int]) -> None:
-    """Hold the rows that came against the counts of the end record."""
+def _checked(end: dict[str, Any] | None, choices: Sequence[int]) -> dict[str, Any]:
+    """Return the end record, held against the rows that came."""
+    if end is None:
+        raise IncompleteStreamError(f"the stream ended after {len(choices)} rows, without an end record")
     counts = end.get("rows")
     if not isinstance(counts, list) or not all(isinstance(each, int) for each in counts):
         raise IncompleteStreamError("the end record does not say how many rows there are")
     came = Counter(choices)
     if came != Counter(dict(enumerate(counts))):
         raise IncompleteStreamError(f"{[*came.values()]} rows came, but the end record says {counts}")
+    return end

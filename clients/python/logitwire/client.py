@@ -262,7 +262,7 @@ class Client:
         return self._run(calls.divergence(p, q, completion, options))
 
     def _run(self, call: RowsCall[Result] | JsonCall[Result]) -> Result:
-        running = self._batches(call, keeps=True)
+        running = self._batches(call, keeps=True, gives=False)
         try:
             while True:
                 next(running)
@@ -271,13 +271,13 @@ class Client:
             return result
 
     def _batches(
-        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool
+        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool, gives: bool
     ) -> Generator[Batch, None, Result]:
         """Give out the batches of an answer as they come, and return its result."""
         num_retries = 0
         while True:
             try:
-                return (yield from self._attempt(call, keeps=keeps))
+                return (yield from self._attempt(call, keeps=keeps, gives=gives))
             except (APIError, APIConnectionError) as error:
                 # One that comes behind the first batch is never retried, since it has no status.
                 delay_s = retry_delay_s(error, num_retries, self._config.max_retries)
@@ -287,18 +287,18 @@ class Client:
             self._sleep(delay_s)
 
     def _attempt(
-        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool
+        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool, gives: bool
     ) -> Generator[Batch, None, Result]:
         """Try once. A kept connection that the server has closed meanwhile does not count."""
         if (connection := self._idle.take()) is not None:
-            exchange = Exchange(call, self._config, keeps=keeps)
+            exchange = Exchange(call, self._config, keeps=keeps, gives=gives)
             try:
                 return (yield from self._converse(connection, exchange))
             except APITimeoutError:
                 raise
             except APIConnectionError:
                 pass
-        exchange = Exchange(call, self._config, keeps=keeps)
+        exchange = Exchange(call, self._config, keeps=keeps, gives=gives)
         return (yield from self._converse(connect(self._config), exchange))
 
     def _converse(
@@ -339,7 +339,7 @@ class RowStream(Generic[Result]):
     """
 
     def __init__(self, client: Client, call: RowsCall[Result], *, keep: bool) -> None:
-        self._running = client._batches(call, keeps=keep)
+        self._running = client._batches(call, keeps=keep, gives=True)
         self._ready: deque[Row] = deque()
         self._results: list[Result] = []
 

@@ -34,7 +34,11 @@ class ColumnReader:
         """
         self.names = [each.name for each in columns]
         self._columns = columns
-        self._forms: dict[Head, _Form | None] = {}
+        self._forms: dict[Head, Form | None] = {}
+
+    def form(self, head: Head) -> "Form | None":
+        """Return how batches like one that was read are read, if it had one row of numbers and strings."""
+        return self._forms.get(head)
 
     def read(self, head: Head, body: bytes) -> dict[str, list[Any]]:
         """Return the values of a batch, given its body up to the rows.
@@ -48,7 +52,7 @@ class ColumnReader:
                     self._forms[head] = _form_of(self._columns, head)
                 form = self._forms[head]
                 if form is not None:
-                    return form.read(body)
+                    return form.row(form.values.unpack_from(body))
             values = self._read_arrays(head, body) if head.num_rows else {}
         except (StopIteration, struct.error, ValueError, IndexError, pa.ArrowException) as error:
             raise IncompleteStreamError("a batch of the stream cannot be read") from error
@@ -71,8 +75,8 @@ NUMBER, NULL, TEXT, BYTES = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """Where the values of one row are.
+class Form:
+    """Where the values of one row are in the body of its batch.
 
     Attributes:
         values: All numbers and strings of the body, in their order.
@@ -82,27 +86,38 @@ class _Form:
     values: struct.Struct
     places: list[tuple[str, int, int]]
 
-    def read(self, body: bytes) -> dict[str, list[Any]]:
-        """Return the one value of each column."""
-        found = self.values.unpack_from(body)
+    def row(self, found: tuple[Any, ...]) -> dict[str, list[Any]]:
+        """Return the one value of each column.
+
+        Args:
+            found: What ``values`` unpacked.
+        """
         row: dict[str, list[Any]] = {}
+        self.extend(row, found)
+        return row
+
+    def extend(self, columns: dict[str, list[Any]], found: tuple[Any, ...]) -> None:
+        """Add the one value of each column to the lists of all rows."""
         for name, place, kind in self.places:
+            value: Any = None
             if kind == NUMBER:
-                row[name] = [found[place]]
-            elif kind == NULL:
-                row[name] = [None]
-            else:
+                value = found[place]
+            elif kind != NULL:
                 # Behind the two offsets stands the string.
                 value = found[place + 2][found[place] : found[place + 1]]
-                row[name] = [value.decode() if kind == TEXT else value]
-        return row
+                value = value.decode() if kind == TEXT else value
+            columns.setdefault(name, []).append(value)
+
+    def index_of(self, name: str) -> int | None:
+        """Return the place of a number among what ``values`` unpacks; ``None`` if it is null."""
+        return next((place for own, place, kind in self.places if own == name and kind == NUMBER), None)
 
 
 _NUMBERS = {pa.int32(): "i", pa.float32(): "f"}
 _STRINGS = {pa.utf8(): TEXT, pa.binary(): BYTES}
 
 
-def _form_of(columns: Sequence[Column], head: Head) -> _Form | None:
+def _form_of(columns: Sequence[Column], head: Head) -> Form | None:
     """Return how to read a batch of one row; ``None`` if it has columns of lists."""
     form, end, num_values = "<", 0, 0
     places = []
@@ -125,7 +140,7 @@ def _form_of(columns: Sequence[Column], head: Head) -> _Form | None:
             form += f"{at - end}x{length}s"
             end = at + length
             num_values += 1
-    return _Form(struct.Struct(form), places)
+    return Form(struct.Struct(form), places)
 
 
 def _array(

@@ -36,6 +36,7 @@ class Exchange(Generic[Result]):
         config: Config,
         *,
         keeps: bool = True,
+        gives: bool = True,
     ) -> None:
         """Prepare.
 
@@ -43,9 +44,11 @@ class Exchange(Generic[Result]):
             call: What to ask for.
             config: Names the server.
             keeps: Whether the result gets the rows.
+            gives: Whether batches are yielded.
         """
         self._call = call
         self._keeps = keeps
+        self._gives = gives
         self._incoming = Incoming()
         self._body: Body | None = None
         self.head: Head | None = None
@@ -94,7 +97,7 @@ class Exchange(Generic[Result]):
                 raise IncompleteStreamError(f"the answer is {head.media_type or 'of no type'}, not {wanted}")
             if isinstance(call, RowsCall):
                 table = yield from read_stream(
-                    body, call.max_rows_of, keeps=self._keeps, request_id=request_id
+                    body, call.max_rows_of, keeps=self._keeps, gives=self._gives, request_id=request_id
                 )
                 return call.result(table)
             return call.result(_decoded((yield from body.read(MAX_JSON_BYTES))))

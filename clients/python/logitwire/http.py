@@ -40,6 +40,12 @@ class Source(Protocol):
     def take(self, size: int) -> bytes | None:
         """Return the next bytes if all of them are here already."""
 
+    def here(self) -> tuple[memoryview, int, int]:
+        """Return a buffer and between which places it holds the next bytes, as far as they are here."""
+
+    def skip(self, size: int) -> None:
+        """Pass over bytes that are here."""
+
     def fill(self, view: memoryview) -> Receiving[int]:
         """Fill a buffer; return how much came, which is less only at the end of the body."""
 
@@ -188,6 +194,19 @@ class Body:
             return None
         self._left -= size
         return incoming.take(size)
+
+    def here(self) -> tuple[memoryview, int, int]:
+        """Return a buffer and between which places it holds the next bytes, as far as they are here."""
+        incoming = self._incoming
+        if not self._left and self._is_chunked and not self._begin_chunk_here():
+            return incoming.view, 0, 0
+        stop = min(incoming.stop, incoming.start + self._left) if self._is_bounded else incoming.stop
+        return incoming.view, incoming.start, stop
+
+    def skip(self, size: int) -> None:
+        """Pass over bytes that are here."""
+        self._left -= size
+        self._incoming.start += size
 
     def fill(self, view: memoryview) -> Receiving[int]:
         """Fill a buffer; return how much came, which is less only at the end of the body.

@@ -9,6 +9,9 @@ from functools import lru_cache
 
 from logitwire.errors import IncompleteStreamError
 
+FRAME = struct.Struct("<Ii")
+"""Before each message: a mark, and the length of its metadata."""
+
 CONTINUATION = 0xFFFFFFFF
 SCHEMA, RECORD_BATCH = 1, 3
 
@@ -31,7 +34,7 @@ class Head:
 
 def framed(metadata: bytes) -> bytes:
     """Return metadata with its frame, as pyarrow reads it."""
-    return struct.pack("<Ii", CONTINUATION, len(metadata)) + metadata
+    return FRAME.pack(CONTINUATION, len(metadata)) + metadata
 
 
 def parse(metadata: bytes) -> Head:

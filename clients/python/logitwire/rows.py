@@ -41,6 +41,10 @@ class Places(ABC):
             IncompleteStreamError: There is no such choice.
         """
 
+    @abstractmethod
+    def one(self, choice: int) -> Rows:
+        """Return memory for one row of a choice, an array (1, V); see :meth:`next`."""
+
     def parts(self) -> list[Rows] | None:
         """Return all rows of each choice, read-only (T, V), if they are kept."""
         return None
@@ -51,7 +55,11 @@ class Loose(Places):
 
     def next(self, choices: Sequence[int]) -> list[Rows]:
         """Return one array (1, V) per row."""
-        return [np.empty((1, self.width), self.dtype) for _ in choices]
+        return [self.one(choice) for choice in choices]
+
+    def one(self, choice: int) -> Rows:
+        """Return an array (1, V)."""
+        return np.empty((1, self.width), self.dtype)
 
 
 class Kept(Places):
@@ -71,11 +79,15 @@ class Kept(Places):
 
     def next(self, choices: Sequence[int]) -> list[Rows]:
         """Return one array per run of rows of one choice."""
-        if len(choices) == 1 and choices[0] in self._numbers:
-            return [self._of[choices[0]].next(1)]
         if not all(each in self._numbers for each in choices):
             raise IncompleteStreamError(f"not all rows are of choices 0 to {len(self._of) - 1}")
         return [self._of[choice].next(len(list(run))) for choice, run in groupby(choices)]
+
+    def one(self, choice: int) -> Rows:
+        """Return the next row of the array of a choice."""
+        if choice not in self._numbers:
+            raise IncompleteStreamError(f"a row is of none of the choices 0 to {len(self._of) - 1}")
+        return self._of[choice].next(1)
 
     def parts(self) -> list[Rows]:
         """Return all rows of each choice, read-only (T, V)."""
