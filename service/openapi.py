@@ -164,8 +164,9 @@ def document(handlers: tuple[HTTPRouteHandler, ...]) -> bytes:
                     "RequestId": {
                         "name": "x-request-id",
                         "in": "header",
-                        "description": "Comes back with the answer, and stands in the server's log.",
-                        "schema": {"type": "string", "pattern": r"^[A-Za-z0-9._:@/+=-]{1,128}$"},
+                        "description": "Comes back with the answer, and stands in the server's log. One with "
+                        "other characters than `A-Za-z0-9._:@/+=-`, or more than 128, is replaced.",
+                        "schema": {"type": "string"},
                     }
                 },
                 "headers": {"RequestId": {"description": "Of this request.", "schema": {"type": "string"}}},
@@ -208,11 +209,18 @@ def _content(bodies: Bodies, ref_of: dict[str, Schema]) -> Schema:
         return {CONTENT_TYPE: {"schema": {"type": "string"}}}
     content: Schema = {"application/json": {"schema": ref_of[repr(bodies.answer)]}}
     if bodies.chunk is not None:
-        # As OpenAI's own document has it: the schema is that of an event's data.
-        content[EVENTS] = {"schema": ref_of[repr(bodies.chunk)]}
+        content[EVENTS] = {"schema": _event(ref_of[repr(bodies.chunk)])}
     if bodies.has_arrow:
         content[MEDIA_TYPE] = {}
     return content
+
+
+def _event(chunk: Schema) -> Schema:
+    """Return the schema of a server-sent event; a failure has its envelope there, and the end its mark."""
+    options = [chunk, {"$ref": "#/components/schemas/ErrorEnvelope"}]
+    spelled = {"contentMediaType": "application/json", "contentSchema": {"anyOf": options}}
+    data = {"type": "string", "anyOf": [spelled, {"const": "[DONE]"}]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _failure(status: int, words: str) -> Schema:
