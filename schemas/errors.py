@@ -5,6 +5,7 @@ from typing import Literal
 from schemas.base import WireResponse
 
 ErrorCode = Literal[
+    "malformed_request",
     "malformed_json",
     "invalid_value",
     "unknown_parameter",

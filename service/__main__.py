@@ -12,7 +12,7 @@ from engine.engine import Engine
 from engine.loading import load
 from service import __version__
 from service.server import run
-from service.settings import SettingsError, load_settings, near_misses, settings_table
+from service.settings import SettingsError, exposures, load_settings, near_misses, settings_table
 from service.telemetry import configure_logging
 from service.tuning import tune_process
 
@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     logger.info(
         "settings", extra={name: str(value) for name, value in msgspec.structs.asdict(settings).items()}
     )
+    for warning in exposures(settings):
+        logger.warning(warning)
     tune_process()
     engine = Engine(settings.engine_config(), load)
     try:

@@ -8,7 +8,10 @@ from litestar.di import Provide
 from litestar.types import ASGIApp
 
 from engine.engine import Engine
+from service.cors import Cors, parse_origins
 from service.errors import handle
+from service.keys import KeyGuard
+from service.limits import Leftovers
 from service.metrics import Metrics
 from service.openapi import document
 from service.routes.chat import create_chat_completion
@@ -26,7 +29,7 @@ from service.routes.logits import create_logits
 from service.routes.models import list_models, retrieve_model
 from service.routes.schema import get_asset, get_schema
 from service.routes.tokenize import detokenize_prompt, get_tokenizer_info, tokenize_prompt
-from service.settings import Settings
+from service.settings import Settings, keys_of
 from service.telemetry import RequestLog
 
 ROUTES = (
@@ -53,7 +56,11 @@ ROUTES = (
 
 
 def create_app(settings: Settings, engine: Engine) -> ASGIApp:
-    """Return the application. It starts the engine's loading when it starts, and stops it when it stops."""
+    """Return the application. It starts the engine's loading when it starts, and stops it when it stops.
+
+    Raises:
+        SettingsError: The file of keys is not there, or has none.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -63,7 +70,7 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
 
     counters = Metrics(engine)
     described = document(ROUTES)
-    app = Litestar(
+    app: ASGIApp = Litestar(
         route_handlers=[*ROUTES, get_schema, get_asset],
         dependencies={
             "engine": Provide(lambda: engine, sync_to_thread=False),
@@ -77,4 +84,9 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         request_max_body_size=settings.max_body_bytes,
         openapi_config=None,
     )
+    if keys := keys_of(settings):
+        app = KeyGuard(app, keys)
+    app = Leftovers(app)
+    if origins := parse_origins(settings.cors_origins):
+        app = Cors(app, origins)
     return RequestLog(app)

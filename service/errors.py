@@ -78,6 +78,7 @@ ENGINE_ANSWERS: dict[type[engine_errors.EngineError], Answer] = {
 }
 
 STATUSES: dict[ErrorCode, int] = {
+    "malformed_request": 400,
     "malformed_json": 400,
     "invalid_api_key": 401,
     "not_found": 404,
@@ -126,12 +127,10 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
             answer = next(ENGINE_ANSWERS[kind] for kind in type(error).__mro__ if kind in ENGINE_ANSWERS)
             param = getattr(error, "param", None)
             return _envelope(answer.status, answer.code, str(error), param, answer.headers)
-        case HTTPException():
-            code = HTTP_CODES.get(
-                error.status_code, "invalid_value" if error.status_code < 500 else "internal_error"
-            )
+        case HTTPException(status_code=status) if status < 500:
+            code = HTTP_CODES.get(status, "invalid_value")
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-            return _envelope(error.status_code, code, error.detail, None, headers)
+            return _envelope(status, code, error.detail, None, headers)
         case _:
             return _envelope(
                 500, "internal_error", f"unforeseen {type(error).__name__}; the server's log has more"

@@ -42,6 +42,7 @@ from schemas.tokenize import (
 )
 from service import __version__
 from service.convert.generate import SAMPLING_PARAMS
+from service.keys import OPEN_PATHS
 from service.metrics import CONTENT_TYPE
 from service.negotiate import EVENTS
 
@@ -53,20 +54,23 @@ Ask for rows with `return_logits` (in JSON), or with `Accept: application/vnd.ap
 `null` means absent. A field that is not listed here is refused by name."""
 
 FAILURES = {
-    400: "The body is no JSON in UTF-8, or nested too deeply, or has a key twice.",
+    400: "This is no HTTP; or the body is no JSON in UTF-8, nested too deeply, or has a key twice.",
     401: "The server has API keys, and the request has none of them.",
     404: "There is no such model.",
     406: "No form of the answer that is asked for is served.",
     413: "Longer than the context, or a body over the limit.",
+    414: "The address is too long.",
     415: "The body says that it is no JSON in UTF-8.",
     422: "A field is unknown, not supported, of the wrong type, out of range, or contradicts another one.",
+    431: "The headers are too large.",
     500: "The model's numbers cannot be sent, or the server failed; its log says more.",
     503: "The queue is full, or the server is loading or stopping. `Retry-After` says when to come back.",
     504: "It waited or ran for longer than the server allows.",
     507: "Out of memory; the message says what to change. The server goes on.",
 }
 
-READING = (400, 401, 404, 413, 415, 422, 500, 503)
+EVERYWHERE = (400, 414, 431)
+READING = (404, 413, 415, 422, 500, 503)
 RUNNING = (*READING, 406, 504, 507)
 
 
@@ -79,7 +83,7 @@ class Bodies:
         asked: The body of the request.
         chunk: An event of the stream, if it can be streamed.
         has_arrow: Whether the answer may be an Arrow stream.
-        failures: Statuses beside 200.
+        failures: Statuses beside 200, and beside those that every operation has.
         example: A body that can be sent as it is, to any model.
     """
 
@@ -87,7 +91,7 @@ class Bodies:
     asked: type[WireRequest] | None = None
     chunk: type[Struct] | None = None
     has_arrow: bool = False
-    failures: Sequence[int] = (401,)
+    failures: Sequence[int] = ()
     example: dict[str, Any] | None = None
 
 
@@ -117,10 +121,10 @@ BODIES = {
     "detokenize": Bodies(
         DetokenizeAnswer, DetokenizeRequest, failures=READING, example={"tokens": [72, 101, 108]}
     ),
-    "tokenizerInfo": Bodies(TokenizerInfo, failures=(401, 422, 500, 503)),
-    "listModels": Bodies(ModelList, failures=(401, 500, 503)),
-    "retrieveModel": Bodies(ModelCard, failures=(401, 404, 500, 503)),
-    "health": Bodies(Health, failures=()),
+    "tokenizerInfo": Bodies(TokenizerInfo, failures=(422, 500, 503)),
+    "listModels": Bodies(ModelList, failures=(500, 503)),
+    "retrieveModel": Bodies(ModelCard, failures=(404, 500, 503)),
+    "health": Bodies(Health),
     "ready": Bodies(Readiness, failures=(503,)),
     "version": Bodies(Version),
     "metrics": Bodies(None),
@@ -185,13 +189,17 @@ def _operation(handler: HTTPRouteHandler, bodies: Bodies, ref_of: dict[str, Sche
         name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
         parameters.append(name)
     success = {"description": "Success.", "headers": _HEADERS, "content": _content(bodies, ref_of)}
-    failures = {str(status): {"$ref": f"#/components/responses/{status}"} for status in bodies.failures}
+    is_open = not OPEN_PATHS.isdisjoint(handler.paths)
+    statuses = sorted({*EVERYWHERE, *bodies.failures, *(() if is_open else (401,))})
+    failures = {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
     operation = {
         "operationId": handler.operation_id,
         "summary": summary.rstrip("."),
         "parameters": parameters,
         "responses": {"200": success, **failures},
     }
+    if is_open:
+        operation["security"] = []
     if description:
         operation["description"] = description[0].upper() + description[1:]
     if bodies.asked is not None:

@@ -12,6 +12,7 @@ from litestar.types import ASGIApp
 from engine.engine import Engine
 from engine.errors import LoadError
 from service.app import create_app
+from service.limits import LimitedProtocol
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def build_server(settings: Settings, engine: Engine, wrap: Wrap | None = None) -
         app if wrap is None else wrap(app),
         host=settings.host,
         port=settings.port,
+        http=LimitedProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -9,10 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from engine.config import EngineConfig
+from service.cors import parse_origins
+from service.keys import ApiKeys, is_loopback, is_readable_by_all, read_keys
 
 
 class SettingsError(ValueError):
     """A setting has a value that it cannot have; the message names it."""
+
+
+SECRETS = frozenset({"api_keys"})
+"""Settings whose values are never repeated."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +94,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="Seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
     max_body_bytes: Annotated[int, Meta(description="Size of a request body at most", ge=1)] = 16 * 2**20
+    api_keys: Annotated[
+        ApiKeys, Meta(description="Keys with commas between; set, all that computes needs one of them")
+    ] = ApiKeys()
+    api_keys_file: Annotated[
+        str, Meta(description="A file of more keys, one a line; `#` begins a comment")
+    ] = ""
+    cors_origins: Annotated[
+        str,
+        Meta(description="Origins whose web pages may use the API, with commas between; `*` is all"),
+    ] = ""
     max_top_logprobs: Annotated[
         int,
         Meta(
@@ -169,19 +185,51 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
         if not (value := environ.get(variable, "")):
             continue
         try:
-            values[name] = msgspec.convert(value, hint, strict=False, dec_hook=_to_path)
+            values[name] = msgspec.convert(value, hint, strict=False, dec_hook=_to_own)
         except msgspec.ValidationError as error:
-            raise SettingsError(f"{variable}={value!r}: {error}") from error
+            stated = variable if name in SECRETS else f"{variable}={value!r}"
+            raise SettingsError(f"{stated}: {error}") from None
     settings = Settings(**values)  # type: ignore[arg-type]
+    try:
+        parse_origins(settings.cors_origins)
+    except ValueError as error:
+        raise SettingsError(f"CORS_ORIGINS: {error}") from None
+    keys_of(settings)
     parser = settings.reasoning_parser
     if parser not in ("auto", "off") and (parser.count(",") != 1 or not all(parser.split(","))):
         raise SettingsError(f"REASONING_PARSER={parser!r}: expected auto, off or two markers with a comma")
     return settings
 
 
-def _to_path(kind: type, value: object) -> object:
-    assert kind is Path
-    return Path(str(value))
+def _to_own(kind: type, value: object) -> object:
+    """Return a text as one of the types that msgspec does not know."""
+    return ApiKeys.of(str(value).split(",")) if kind is ApiKeys else Path(str(value))
+
+
+def keys_of(settings: Settings) -> ApiKeys:
+    """Return all keys, those of the file included; none lets everybody in.
+
+    Raises:
+        SettingsError: There is no such file, or no key in it.
+    """
+    if not settings.api_keys_file:
+        return settings.api_keys
+    try:
+        more = read_keys(Path(settings.api_keys_file))
+    except ValueError as error:
+        raise SettingsError(f"API_KEYS_FILE={settings.api_keys_file!r}: {error}") from None
+    return ApiKeys(settings.api_keys.digests + more.digests)
+
+
+def exposures(settings: Settings) -> list[str]:
+    """Return what lets others in who may not be meant."""
+    found = []
+    path = settings.api_keys_file
+    if path and is_readable_by_all(Path(path)):
+        found.append(f"every user of this machine can read API_KEYS_FILE={path!r}; chmod 600 it")
+    if not is_loopback(settings.host) and not keys_of(settings):
+        found.append(f"anybody who reaches HOST={settings.host} can use this server; set API_KEYS")
+    return found
 
 
 def near_misses(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -202,11 +250,8 @@ def settings_table() -> str:
     for name, hint in get_type_hints(Settings, include_extras=True).items():
         kind, meta = get_args(hint)
         default = getattr(defaults, name)
-        shown = (
-            f"`{str(default).lower() if isinstance(default, bool) else default}`"
-            if default != ""
-            else "empty"
-        )
+        text = str(default).lower() if isinstance(default, bool) else str(default)
+        shown = f"`{text}`" if text else "empty"
         choices = ""
         if get_args(kind):
             choices = " (" + ", ".join(f"`{choice}`" for choice in get_args(kind) if choice) + ")"

@@ -23,6 +23,11 @@ def note(scope: Scope, **facts: object) -> None:
     scope["state"]["log"].update(facts)
 
 
+def new_request_id() -> bytes:
+    """Return an id for a request that brought none."""
+    return uuid.uuid4().hex.encode()
+
+
 class RequestLog:
     """Wraps the whole app: gives each request its id, answers HEAD like GET, and logs one line.
 
@@ -38,7 +43,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         sent = dict(scope["headers"]).get(b"x-request-id", b"")
-        request_id = sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex.encode()
+        request_id = sent if _SANE_ID.fullmatch(sent) else new_request_id()
         facts: dict[str, Any] = {"request_id": request_id.decode()}
         scope.setdefault("state", {})["log"] = facts
         # ASGI has no way to cut a connection whose reader has stalled; uvicorn's cycle, whose method
