@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from litestar.types import ASGIApp, Receive, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from schemas.errors import ErrorCode
 from service.errors import ServiceError, encode_error
 from service.telemetry import new_request_id
+from service.upgrades import SteadyProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Refusal:
 TOO_LARGE = Refusal(431, "request_too_large", f"all headers together may have {MAX_HEAD_BYTES} bytes")
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(SteadyProtocol):
     """uvicorn's connection, which takes heads of any size and at any pace, with limits and with envelopes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -134,6 +135,10 @@ class LimitedProtocol(HttpToolsProtocol):
             # Nothing can be said in the middle of another answer.
             self.transport.abort()
             return
+        if self.cycle is not None:
+            # The app may be reading the body of this request, and has nobody to answer any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         body = encode_error(ServiceError(refusal.code, refusal.message))
         headers = [
             *self.server_state.default_headers,

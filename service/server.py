@@ -97,6 +97,7 @@ def build_server(settings: Settings, engine: Engine, wrap: Wrap | None = None) -
         host=settings.host,
         port=settings.port,
         http=LimitedProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
