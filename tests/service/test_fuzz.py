@@ -45,4 +45,6 @@ def test_a_request_that_is_wrong_in_two_ways_is_refused_once(
     assert received.startswith(b"HTTP/1.1 400 ")
     assert received.count(b"HTTP/1.1") == 1
     eventually(lambda: any(each.name == "service.request" for each in caplog.records))
+    # What goes wrong in the app is logged behind that line, and before anything else is answered.
+    assert scripted.request("GET", "/health").status == 200
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
