@@ -11,8 +11,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from schemas.errors import ErrorCode
 from service.errors import ServiceError, encode_error
+from service.protocol import SteadyProtocol
 from service.telemetry import new_request_id
-from service.upgrades import SteadyProtocol
 
 logger = logging.getLogger(__name__)
 

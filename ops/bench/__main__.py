@@ -31,9 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="medians are taken over so many")
     parser.add_argument("--output", type=Path, default=Path("bench-results.json"))
     parser.add_argument("--minutes", type=float, default=2.0, help="of the soak")
-    parser.add_argument(
-        "--requests", type=int, default=0, help="of the soak at most, in each of its two rounds"
-    )
+    parser.add_argument("--requests", type=int, default=0, help="of the soak at most")
     parser.add_argument(
         "--model", default="", help="of the soak: `scripted`, or a checkpoint; default: SmolLM2"
     )

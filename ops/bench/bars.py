@@ -20,7 +20,7 @@ class Options:
         threads: Of the model, on both sides.
         repeats: Medians are taken over so many.
         minutes: Of the soak.
-        requests: Of the soak at most, in each of its two rounds; 0 is no limit.
+        requests: Of the soak at most; 0 is no limit.
         model: Of the soak; empty is the embedded one.
     """
 

@@ -1,4 +1,4 @@
-"""Offers of another protocol, which this server never takes up."""
+"""HTTP/1.1 where uvicorn is loose: offers of other protocols, and requests without a host."""
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -36,7 +36,15 @@ class SteadyProtocol(HttpToolsProtocol):
                 return
 
     def on_headers_complete(self) -> None:
-        """Begin the answer, unless the request is going to be read again."""
+        """Begin the answer, unless the request is going to be read again.
+
+        Raises:
+            ValueError: It does not name one host, which RFC 9112, section 3.2, has refused. The parser passes
+                it on as an error of the request.
+        """
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if self.parser.get_http_version() == "1.1" and len(hosts) != 1:
+            raise ValueError("a request names one host")
         self._is_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if not self._is_offer:
             super().on_headers_complete()

@@ -1,4 +1,4 @@
-"""Requests that offer another protocol, on a raw socket."""
+"""Requests on a raw socket that uvicorn alone would take otherwise."""
 
 import http.client
 import json
@@ -56,3 +56,11 @@ def test_its_parts_may_come_one_by_one_and_other_requests_behind_it(scripted: Se
 def test_a_tunnel_is_refused_with_the_envelope(scripted: ServerThread) -> None:
     (reply,) = answers(scripted, "CONNECT /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\nwhatever follows")
     assert reply.error["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("hosts", ["", "host: x\r\nhost: y\r\n"])
+def test_a_request_names_one_host_unless_it_is_an_old_one(scripted: ServerThread, hosts: str) -> None:
+    (reply,) = answers(scripted, f"GET /health HTTP/1.1\r\n{hosts}\r\n")
+    assert (reply.status, reply.error["code"]) == (400, "malformed_request")
+    (reply,) = answers(scripted, "GET /health HTTP/1.0\r\n\r\n")
+    assert reply.status == 200
