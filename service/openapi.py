@@ -31,6 +31,7 @@ from schemas.generate import (
 )
 from schemas.health import Health, Readiness, Version
 from schemas.logits import SelectedLogits
+from schemas.meanings import MEANINGS
 from schemas.models import ModelCard, ModelList
 from schemas.scoring import DivergenceAnswer, DivergenceRequest, LogitsAnswer, LogitsRequest, RaggedLogits
 from schemas.tokenize import (
@@ -148,6 +149,9 @@ def document(handlers: tuple[HTTPRouteHandler, ...]) -> bytes:
     ref_of = dict(zip(map(repr, kinds), refs, strict=True))
     for schema in schemas.values():
         _tidy(schema)
+    asked = {bodies.asked.__name__ for bodies in BODIES.values() if bodies.asked is not None}
+    for name in sorted(asked | {"GivenSequence"}):
+        _explain(schemas[name])
     schemas["GenerateRequest"] = _with_sampling_params(schemas["GenerateRequest"])
     paths: dict[str, Any] = {}
     for handler in handlers:
@@ -254,6 +258,13 @@ def _tidy(schema: Any) -> None:
             schema |= kept[0] if len(kept) == 1 else {"anyOf": kept}
         for each in schema.values():
             _tidy(each)
+
+
+def _explain(schema: Schema) -> None:
+    """Add, in place, what the fields of a request mean."""
+    for name, field in schema["properties"].items():
+        if name in MEANINGS:
+            field["description"] = MEANINGS[name]
 
 
 def _with_sampling_params(schema: Schema) -> Schema:

@@ -8,6 +8,8 @@ import pytest
 from litestar import Litestar
 from openapi_spec_validator import validate
 
+from schemas.meanings import MEANINGS
+from schemas.sampling import GenerationFields
 from service.app import ROUTES, create_app
 from service.openapi import document
 from service.settings import Settings
@@ -45,6 +47,18 @@ def test_every_body_is_described_with_its_ranges_and_no_other_fields() -> None:
     for _, operation in POSTS:
         assert operation["requestBody"]["content"]["application/json"]["schema"]
         assert {"400", "413", "415", "422", "503"} <= set(operation["responses"])
+
+
+def test_what_goes_beyond_openai_is_explained_and_nothing_else() -> None:
+    schemas = [DOCUMENT["components"]["schemas"][name] for name in ("ChatRequest", "CompletionRequest")]
+    unexplained = {
+        name for each in schemas for name, field in each["properties"].items() if "description" not in field
+    }
+    assert not unexplained & set(GenerationFields.__struct_fields__[13:])
+    used = {
+        name for each in DOCUMENT["components"]["schemas"].values() for name in each.get("properties", ())
+    }
+    assert set(MEANINGS) <= used
 
 
 @pytest.mark.parametrize(("path", "operation"), POSTS, ids=[path for path, _ in POSTS])
