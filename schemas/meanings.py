@@ -1,7 +1,7 @@
 """What the fields of requests mean that are not OpenAI's, by name; for the OpenAPI document."""
 
 MEANINGS = {
-    "return_logits": "Return the raw row of every token; implied by Arrow, and true by default on `/v1/logits`.",
+    "return_logits": "Return the raw row of every token. Arrow implies it, and `/v1/logits` does.",
     "return_prompt_logits": "Return the raw rows that predict the prompt's tokens 1 to P-1.",
     "return_logprobs": "As `logprobs: true` on chat and `logprobs: 0` on completions.",
     "logits_encoding": "How rows travel in JSON (`b64_fp16`); in Arrow it picks float16 or float32.",
