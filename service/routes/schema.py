@@ -32,7 +32,8 @@ PAGE = b"""<!doctype html>
 """
 
 SCRIPT = b"""SwaggerUIBundle({
-  url: "/schema", dom_id: "#docs", validatorUrl: null, tryItOutEnabled: true, defaultModelsExpandDepth: 0
+  url: "/schema", dom_id: "#docs", validatorUrl: null,
+  deepLinking: true, tryItOutEnabled: true, defaultModelsExpandDepth: 0
 });
 """
 
@@ -68,7 +69,7 @@ async def get_schema(
 async def get_asset(name: FromPath[str]) -> Response[bytes]:
     """Return a file of the page."""
     folder = _folder()
-    headers = {"cache-control": "max-age=86400"}
+    headers = {"cache-control": "no-cache" if name == "page.js" else "max-age=86400"}
     if name == "page.js":
         return Response(SCRIPT, media_type="text/javascript", headers=headers)
     if folder is None or name not in ASSETS:
