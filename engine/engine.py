@@ -18,12 +18,14 @@ from engine.errors import (
     LoadError,
     LoadingError,
     OutOfMemoryError,
+    QueueFullError,
     ShuttingDownError,
     StepError,
 )
 from engine.grammar import Grammar, GrammarCompiler, GrammarSpec
 from engine.inbox import Abort, Cancel, Inbox, Stop, Submit
 from engine.outbox import Outbox
+from engine.stats import Stats
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, ModelInfo
 from engine.worker import Model, Worker
@@ -52,6 +54,7 @@ class Engine:
         state: Where it is in its life; written on the event loop only.
         last_failure: What went wrong in the last step; ``None`` after a good one.
         loaded_at: When the model was ready, in seconds since the epoch.
+        stats: What it has done.
     """
 
     def __init__(self, config: EngineConfig, load: Load) -> None:
@@ -59,6 +62,7 @@ class Engine:
         self.state = EngineState.LOADING
         self.last_failure: EngineError | None = None
         self.loaded_at = 0
+        self.stats = Stats()
         self._load = load
         self._inbox = Inbox(config.max_queue)
         self._outboxes: dict[str, Outbox] = {}
@@ -72,6 +76,7 @@ class Engine:
         self._info: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarCompiler | None = None
+        self._worker: Worker | None = None
 
     # Life.
 
@@ -119,6 +124,11 @@ class Engine:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def is_loaded(self) -> bool:
+        """Tell whether there is a model."""
+        return self._info is not None
+
+    @property
     def info(self) -> ModelInfo:
         """Facts of the model.
 
@@ -146,6 +156,16 @@ class Engine:
         return self._inbox.num_waiting
 
     @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return 0 if self._worker is None else self._worker.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that running sequences fill, 0 to 1; 0 where it has no limit."""
+        return 0.0 if self._worker is None else self._worker.kv_usage
+
+    @property
     def num_requests(self) -> int:
         """Requests that wait, run, or have events that nobody took."""
         return len(self._outboxes)
@@ -164,7 +184,10 @@ class Engine:
             case EngineState.DRAINING | EngineState.STOPPED:
                 raise ShuttingDownError("the server is shutting down")
             case EngineState.DEAD:
-                raise EngineDeadError(f"the engine is dead: {self.last_failure}")
+                # What loading says is full of paths, and belongs into the log.
+                is_unloaded = isinstance(self.last_failure, LoadError)
+                reason = "the model could not be loaded" if is_unloaded else self.last_failure
+                raise EngineDeadError(f"the engine is dead: {reason}")
             case EngineState.READY:
                 return
 
@@ -185,7 +208,11 @@ class Engine:
         if request.request_id in self._outboxes:
             raise InvalidRequestError("another request of this id has not ended yet", "request_id")
         outbox = Outbox(self.config.outbox_bytes, self._inbox.wake)
-        self._inbox.submit(Submit(request, outbox, time.perf_counter()))
+        try:
+            self._inbox.submit(Submit(request, outbox, time.perf_counter()))
+        except QueueFullError:
+            self.stats.num_refused += 1
+            raise
         self._outboxes[request.request_id] = outbox
         if request.max_tokens == 0:
             # Part of what was asked for about given tokens is no answer.
@@ -284,9 +311,9 @@ class Engine:
             raise
         self._grammars = GrammarCompiler(model.tokenizer, info.vocab_size, model.eos_token_ids)
         self._on_loop(partial(self._loaded, info, model.tokenizer, None))
-        worker = Worker(self.config, model, self._inbox, self._on_loop, self._stepped)
+        self._worker = Worker(self.config, model, self._inbox, self._on_loop, self._stepped, stats=self.stats)
         try:
-            worker.run()
+            self._worker.run()
         except BaseException as error:
             logger.critical("the worker died", exc_info=error)
             dead = EngineDeadError(f"the worker died of {type(error).__name__}")

@@ -46,6 +46,7 @@ class ScriptedRunner:
     """Says the same ids to every prompt, then its end token for ever."""
 
     is_batched = True
+    capacity_tokens = 0
 
     def __init__(
         self,

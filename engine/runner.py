@@ -37,12 +37,14 @@ class Runner(Protocol):
         dtype: Of the rows, such as ``bfloat16``.
         device: Where the rows are.
         is_batched: Whether one forward pass serves several sequences.
+        capacity_tokens: Tokens whose keys and values it holds at most, over all sequences; 0 is no limit.
     """
 
     vocab_size: int
     dtype: str
     device: torch.device
     is_batched: bool
+    capacity_tokens: int
 
     def open(self, sequence_id: int, token_ids: Sequence[int], *, max_reused: int | None = None) -> int:
         """Make a place for a sequence that is going to run these tokens.
@@ -128,6 +130,7 @@ class OneAtATimeRunner:
     """Gives each sequence the model's native cache and a forward pass of its own. Works for every model."""
 
     is_batched = False
+    capacity_tokens = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
@@ -212,7 +215,8 @@ class SlotRunner:
         self._slots[0].token_ids.clear()
         self.vocab_size = row.shape[-1]
         self.dtype = str(row.dtype).removeprefix("torch.")
-        self.max_tokens = min(max_tokens, budget_bytes // self._cache.bytes_per_token)
+        self.capacity_tokens = min(max_slots * max_tokens, budget_bytes // self._cache.bytes_per_token)
+        self.max_tokens = min(max_tokens, self.capacity_tokens)
 
     @property
     def cache_bytes(self) -> int:

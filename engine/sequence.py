@@ -23,6 +23,8 @@ class Sequence:
         num_prompt_rows: How many rows of the prompt have been delivered.
         num_cached: How many prompt tokens an earlier sequence had run.
         grammar: Where the completion is in its grammar, if it has one; making way does not change that.
+        last_token_at: When its last token was chosen; 0 before the first.
+        max_batch_size, sum_batch_size, num_steps: Of the batches that gave it a row.
         scored_in: The last step that ran rows of its prompt.
         paused_since: When its outbox was first found full; ``None`` while it has room.
         contrast: The second context, if the request has one. It goes wherever this one goes; the scheduler
@@ -43,7 +45,10 @@ class Sequence:
     num_prompt_rows: int = 0
     admitted_at: float = 0.0
     prefilled_at: float = 0.0
+    last_token_at: float = 0.0
     max_batch_size: int = 0
+    sum_batch_size: int = 0
+    num_steps: int = 0
     scored_in: int = 0
     paused_since: float | None = None
     grammar: GrammarState | None = None
@@ -54,6 +59,11 @@ class Sequence:
     def contexts(self) -> "tuple[Sequence, ...]":
         """It and its contrast, if there is one."""
         return (self,) if self.contrast is None else (self, self.contrast)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt, or of both its contexts."""
+        return sum(len(each.request.prompt_token_ids) for each in self.contexts)
 
     @property
     def num_left(self) -> int:
@@ -112,6 +122,12 @@ class Sequence:
             leader=self,
         )
 
+    def took_part(self, batch_size: int) -> None:
+        """Book a step that gave it a row, and how many rows that gave."""
+        self.max_batch_size = max(self.max_batch_size, batch_size)
+        self.sum_batch_size += batch_size
+        self.num_steps += 1
+
     def timings(self) -> Timings:
         """Return where the time went, up to now."""
         now = time.perf_counter()
@@ -121,5 +137,6 @@ class Sequence:
             queue_s=admitted - self.submitted_at,
             prefill_s=prefilled - admitted,
             decode_s=now - prefilled,
-            batch_size=self.max_batch_size,
+            max_batch_size=self.max_batch_size,
+            mean_batch_size=self.sum_batch_size / max(1, self.num_steps),
         )

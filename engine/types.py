@@ -239,12 +239,13 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds a sequence spent where, and the largest batch that it was part of."""
+    """Seconds a sequence spent where, and the sizes of the batches that it was part of."""
 
     queue_s: float
     prefill_s: float
     decode_s: float
-    batch_size: int
+    max_batch_size: int
+    mean_batch_size: float
 
 
 @dataclass(frozen=True, slots=True)

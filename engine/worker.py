@@ -7,9 +7,9 @@ rows that were asked for off the device, and delivers everything in one call to 
 import hashlib
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,11 +23,12 @@ from engine.errors import (
     EngineDeadError,
     EngineError,
     OutOfMemoryError,
+    RequestError,
     ShuttingDownError,
     StalledReaderError,
     StepError,
 )
-from engine.inbox import Abort, Cancel, Inbox, Stop, Submit
+from engine.inbox import Abort, Cancel, Command, Inbox, Stop, Submit
 from engine.outbox import Event, Outbox
 from engine.rows import Extracts
 from engine.runner import CacheFullError, Chunk, Runner, common_prefix
@@ -35,6 +36,7 @@ from engine.sampling import SampledRow, row_fault, sample
 from engine.scheduler import Scheduler
 from engine.scoring import Unit, next_scores, score_events
 from engine.sequence import Sequence
+from engine.stats import Stats
 from engine.stopping import StopChecker, Stopped
 from engine.tokenizer import Tokenizer
 from engine.types import Finish, FinishReason, SamplingParams, TokenEvent
@@ -90,6 +92,8 @@ class Worker:
         inbox: Inbox,
         on_loop: Callable[[Callable[[], None]], None],
         on_step: Callable[[EngineError | None], None],
+        *,
+        stats: Stats,
     ) -> None:
         """Prepare an idle worker.
 
@@ -99,12 +103,14 @@ class Worker:
             inbox: Where commands come from.
             on_loop: Runs a function on the event loop.
             on_step: Told after each step how it went, on this thread.
+            stats: Where everything is counted.
         """
         self._config = config
         self._model = model
         self._inbox = inbox
         self._on_loop = on_loop
         self._on_step = on_step
+        self._stats = stats
         self._scheduler = Scheduler(config.max_batch_size, config.prefill_chunk)
         self._held_bytes: dict[str, int] = {}
         self._next_sequence_id = 0
@@ -112,6 +118,25 @@ class Worker:
         self._has_failed = False
         self._has_scored = False
         self._num_scores = 0
+        self._taken: deque[Command] = deque()
+        self._num_step_sequences = 0
+        self._num_step_tokens = 0
+
+    # What other threads may look at.
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return len(self._scheduler.running)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that running sequences fill, 0 to 1; 0 where it has no limit."""
+        capacity = self._model.runner.capacity_tokens
+        held = sum(each.num_run for leader in list(self._scheduler.running) for each in leader.contexts)
+        return held / capacity if capacity else 0.0
+
+    # The loop.
 
     def run(self) -> None:
         """Serve until a :class:`engine.inbox.Stop`; whatever else ends it fails every request."""
@@ -128,25 +153,37 @@ class Worker:
 
     def turn(self) -> None:
         """Take commands, admit, and run one step; wait for commands if there is nothing else to do."""
-        for command in self._inbox.take(self._idle_timeout_s()):
-            match command:
-                case Submit():
-                    self._accept(command)
+        # Kept until they are done, so that whatever ends the worker leaves nobody waiting.
+        self._taken.extend(self._inbox.take(self._idle_timeout_s()))
+        while self._taken:
+            match self._taken[0]:
+                case Submit() as command:
+                    try:
+                        self._accept(command)
+                    except Exception as error:
+                        self._refuse(command, self._as_engine_error(error))
                 case Cancel(request_id):
                     self._held_bytes.pop(request_id, None)
                     for sequence in self._scheduler.find(request_id):
                         self._leave(sequence)
+                        self._stats.ends[FinishReason.ABORT.value] += 1
                 case Abort(request_id):
                     for sequence in self._scheduler.find(request_id):
                         self._end_early(sequence)
                 case Stop():
                     self._is_stopping = True
                     return
+            self._taken.popleft()
         self._drop_late()
         self._admit()
         ready = [sequence for sequence in self._scheduler.running if self._may_run(sequence)]
         if ready:
+            self._num_step_sequences = self._num_step_tokens = 0
+            began = time.perf_counter()
             self._step(ready)
+            self._stats.step_s.add(time.perf_counter() - began)
+            self._stats.step_batch.add(self._num_step_sequences)
+            self._stats.step_tokens.add(self._num_step_tokens)
 
     def _idle_timeout_s(self) -> float | None:
         """Return how long the next wait for commands may be."""
@@ -219,17 +256,26 @@ class Worker:
         if request.max_tokens == 0 and not sequence.wants_prompt_rows:
             self._finish_empty(sequence)
 
+    def _refuse(self, command: Submit, failure: EngineError) -> None:
+        """Fail a request that could not be made a sequence."""
+        logger.warning(
+            "request not accepted",
+            exc_info=failure.__cause__,
+            extra={"request_id": command.request.request_id, "failure": str(failure)},
+        )
+        self._inbox.left_queue()
+        self._stats.ends["error"] += 1
+        self._on_loop(partial(command.outbox.fail, failure))
+
     def _finish_empty(self, sequence: Sequence) -> None:
         """End a sequence that was to generate nothing."""
-        self._leave(sequence)
-        self._deliver([(sequence.outbox, [_empty_finish(sequence)])])
+        self._deliver([(sequence.outbox, [self._finished(sequence, FinishReason.LENGTH)])])
 
     def _end_early(self, sequence: Sequence) -> None:
         """End a sequence whose reader wants what there is so far."""
-        self._leave(sequence)
+        finish = self._finished(sequence, FinishReason.ABORT)
         texts = sequence.stop_checker.flush()
-        finish = Finish(FinishReason.ABORT, None, sequence.timings(), sequence.num_cached, texts)
-        self._deliver([(sequence.outbox, [finish])])
+        self._deliver([(sequence.outbox, [replace(finish, texts=texts)])])
 
     def _admit(self) -> None:
         """Let waiting sequences run, in their order, while there is room for them."""
@@ -255,6 +301,8 @@ class Worker:
             if not sequence.admitted_at:
                 sequence.admitted_at = time.perf_counter()
                 sequence.num_cached = sum(each.num_run for each in sequence.contexts)
+                self._stats.num_cached += sequence.num_cached
+                self._stats.num_looked_up += sequence.num_prompt_tokens
 
     def _has_row_budget(self, sequence: Sequence) -> bool:
         """Tell whether the rows that a sequence may hold fit beside those that others may hold."""
@@ -286,8 +334,8 @@ class Worker:
         rows = self._forward(ready)
         for sequence, _ in rows:
             if not sequence.prefilled_at:
-                sequence.prefilled_at = time.perf_counter()
-            sequence.max_batch_size = max(sequence.max_batch_size, len(rows))
+                self._prefilled(sequence)
+            sequence.took_part(len(rows))
         rows = self._without_faults(rows)
         masks = self._masks([sequence for sequence, _ in rows])
         groups: defaultdict[SamplingParams, list[tuple[Sequence, Tensor]]] = defaultdict(list)
@@ -306,6 +354,11 @@ class Worker:
             self._emit(chosen)
         if rows and not self._has_failed:
             self._on_step(None)
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        """Book that a prompt has been run to its end."""
+        sequence.prefilled_at = time.perf_counter()
+        self._stats.num_prompt_tokens += sequence.num_prompt_tokens
 
     def _forward(self, ready: list[Sequence]) -> list[tuple[Sequence, Tensor]]:
         """Run the step's passes; return the rows (V,) of all sequences that have no token left to run."""
@@ -338,6 +391,8 @@ class Worker:
             return self._survivors(chunks, error)
         for sequence, num in chunks:
             sequence.num_run += num
+            self._num_step_tokens += num
+        self._num_step_sequences += len(chunks)
         return [
             (sequence, row)
             for (sequence, _), row in zip(chunks, logits, strict=True)
@@ -388,6 +443,8 @@ class Worker:
             return [row for unit in units for row in self._run_units([unit])]
         for each in chunks:
             each.sequence.num_run += each.num
+            self._num_step_tokens += each.num
+        self._num_step_sequences += len(chunks)
         return self._deliver_scores([(unit[0].sequence, [next(tensors) for _ in unit]) for unit in units])
 
     def _deliver_scores(self, scored: list[tuple[Sequence, list[Tensor]]]) -> list[tuple[Sequence, Tensor]]:
@@ -396,7 +453,7 @@ class Worker:
         behind = []
         num_rows = sum(len(rows) for _, rows in scored)
         for sequence, rows in scored:
-            sequence.max_batch_size = max(sequence.max_batch_size, num_rows)
+            sequence.took_part(num_rows)
             try:
                 events, last = self._scored(sequence, rows)
             except Exception as error:
@@ -425,11 +482,11 @@ class Worker:
         for each in sequence.contexts:
             each.num_prompt_rows += len(events)
         sequence.outbox.count(sum(each.num_bytes for each in events if isinstance(each, TokenEvent)))
+        self._count_rows([each.row for each in events if isinstance(each, TokenEvent)])
         if sequence.request.max_tokens == 0:
             if not sequence.wants_prompt_rows:
-                sequence.prefilled_at = time.perf_counter()
-                self._leave(sequence)
-                events.append(_empty_finish(sequence))
+                self._prefilled(sequence)
+                events.append(self._finished(sequence, FinishReason.LENGTH))
             return events, None
         return events, rows[0][-1] if is_last_for_choice else None
 
@@ -529,6 +586,9 @@ class Worker:
                 self._fail(each.sequence, failure)
             return
         delivery: Delivery = []
+        now = time.perf_counter()
+        self._stats.num_completion_tokens += len(chosen)
+        self._count_rows(extracts.rows.values())
         for place, each in enumerate(chosen):
             sequence, token_id = each.sequence, each.token_id
             sequence.token_ids.append(token_id)
@@ -546,6 +606,11 @@ class Worker:
                 support=each.support,
             )
             sequence.outbox.count(event.num_bytes)
+            if sequence.last_token_at:
+                self._stats.inter_token_s.add(now - sequence.last_token_at)
+            else:
+                self._stats.first_token_s.add(now - sequence.submitted_at)
+            sequence.last_token_at = now
             delivery.append((sequence.outbox, self._events(sequence, event, stopped)))
         self._deliver(delivery)
 
@@ -553,9 +618,13 @@ class Worker:
         """Return what a step delivers for one sequence, and let it leave if it has ended."""
         if stopped is None:
             return [event]
-        self._leave(sequence)
-        finish = Finish(stopped.reason, stopped.stop_reason, sequence.timings(), sequence.num_cached)
-        return [event, finish]
+        return [event, self._finished(sequence, stopped.reason, stopped.stop_reason)]
+
+    def _count_rows(self, rows: Iterable[NDArray[np.floating] | None]) -> None:
+        for row in rows:
+            if row is not None:
+                self._stats.num_rows += 1
+                self._stats.row_bytes += row.nbytes
 
     def _preempt(self, sequence: Sequence) -> None:
         """Let a running sequence make way; what it has run may be lost."""
@@ -563,6 +632,7 @@ class Worker:
             self._model.runner.close(each.sequence_id)
             each.num_run = 0
         self._scheduler.preempt(sequence)
+        self._stats.num_preemptions += 1
         self._inbox.rejoined_queue()
 
     # Leaving.
@@ -591,15 +661,33 @@ class Worker:
         for each in sequence.contexts:
             self._model.runner.close(each.sequence_id)
 
+    def _finished(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None
+    ) -> Finish:
+        """Let a sequence leave that ends by itself or is asked to, and book it; return its last event."""
+        self._leave(sequence)
+        timings, stats = sequence.timings(), self._stats
+        stats.ends[reason.value] += 1
+        stats.queue_s.add(timings.queue_s)
+        stats.prefill_s.add(timings.prefill_s)
+        stats.decode_s.add(timings.decode_s)
+        stats.e2e_s.add(timings.queue_s + timings.prefill_s + timings.decode_s)
+        stats.prompt_tokens.add(sequence.num_prompt_tokens)
+        stats.completion_tokens.add(len(sequence.token_ids) - len(sequence.request.prompt_token_ids))
+        return Finish(reason, stop_reason, timings, sequence.num_cached)
+
     def _fail(self, sequence: Sequence, failure: EngineError) -> None:
         """End one sequence, or the one whose second context it is, with a failure."""
         sequence = _leader(sequence)
+        # What is wrong with a request may quote it.
+        reason = type(failure).__name__ if isinstance(failure, RequestError) else str(failure)
         logger.warning(
             "sequence failed",
             exc_info=failure.__cause__,
-            extra={"request_id": sequence.request.request_id, "failure": str(failure)},
+            extra={"request_id": sequence.request.request_id, "failure": reason},
         )
         self._leave(sequence)
+        self._stats.ends["error"] += 1
         self._has_failed = True
         self._on_step(failure)
         self._on_loop(partial(sequence.outbox.fail, failure))
@@ -607,7 +695,9 @@ class Worker:
     def _fail_all(self, failure: EngineError) -> None:
         """End every request that waits or runs, or is still on its way to this thread."""
         outboxes = [each.outbox for each in self._scheduler]
-        outboxes += [command.outbox for command in self._inbox.close() if isinstance(command, Submit)]
+        commands = [*self._taken, *self._inbox.close()]
+        outboxes += [command.outbox for command in commands if isinstance(command, Submit)]
+        self._stats.ends["error"] += len(outboxes)
         for outbox in outboxes:
             self._on_loop(partial(outbox.fail, failure))
 
@@ -641,11 +731,6 @@ def _leader(sequence: Sequence) -> Sequence:
 def _chunk(sequence: Sequence, num: int) -> Chunk:
     """Return the next tokens of a sequence."""
     return Chunk(sequence.sequence_id, sequence.token_ids[sequence.num_run : sequence.num_run + num])
-
-
-def _empty_finish(sequence: Sequence) -> Finish:
-    """Return the end of a sequence that was to generate nothing."""
-    return Finish(FinishReason.LENGTH, None, sequence.timings(), sequence.num_cached)
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:

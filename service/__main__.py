@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"logitwire: {error}", file=sys.stderr)
         return 2
-    configure_logging(settings.log_level, settings.log_format)
+    configure_logging(settings.log_level, settings.log_format, shows_texts=settings.log_prompts)
     for variable, setting in near_misses(os.environ):
         logger.warning(
             "unknown variable looks like a setting", extra={"variable": variable, "setting": setting}

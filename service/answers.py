@@ -25,13 +25,14 @@ from engine.outbox import Event, Outbox
 from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
 from schemas.base import WireResponse
+from schemas.errors import ErrorCode
 from schemas.logits import LogitsBlock, LogitsEncoding, SelectedLogits, Usage
 from service import telemetry
 from service.arrow import RowWriter
 from service.convert.choice import Choice, Token
 from service.convert.dialect import Dialect, generated_events
 from service.convert.plan import Plan
-from service.errors import encode_error
+from service.errors import describe, encode_error
 from service.metrics import Metrics
 from service.negotiate import Representation
 
@@ -72,6 +73,7 @@ class Answer(ABC):
         self._plan = plan
         self._requests = list(requests)
         self._outcome = "answered"
+        self._error_code: ErrorCode | None = None
         self._submitted: list[str] = []
         self._sending_since: float | None = None
         self._choices = list(choices)
@@ -102,7 +104,7 @@ class Answer(ABC):
                 self._outcome = "client_left"
             else:
                 self._cut(scope)
-        except EngineError:
+        except Exception:
             self._outcome = "failed"
             raise
         finally:
@@ -123,6 +125,12 @@ class Answer(ABC):
         outbox = self._engine.submit(request)
         self._submitted.append(request.request_id)
         return outbox
+
+    def _fail(self, error: EngineError) -> None:
+        """Keep that the answer failed behind its head."""
+        self._outcome = "failed"
+        self._error_code = describe(error)[2].error.code
+        logger.warning("stream failed", extra={"id": self._plan.id, "error_code": self._error_code})
 
     def _cut(self, scope: Scope) -> None:
         """Give up a client that takes nothing."""
@@ -189,30 +197,43 @@ class Answer(ABC):
             await asyncio.gather(*reading, return_exceptions=True)
 
     def _note(self, scope: Scope) -> None:
+        """Count the answer, and say in the log how it went."""
         finishes = [each.finish for each in self._choices if each.finish is not None]
-        for choice in self._choices:
-            if choice.finish is not None:
-                num_prompt = len(self._plan.prompt_of(choice.index))
-                self._metrics.finished(num_prompt, choice.num_tokens, choice.finish)
-        num_rows = sum(choice.num_rows for choice in self._choices)
-        num_bytes = sum(choice.num_row_bytes for choice in self._choices)
-        self._metrics.answered(self._outcome, num_rows, num_bytes)
+        self._metrics.answered(self._outcome)
         telemetry.note(
             scope,
             outcome=self._outcome,
+            error_code=self._error_code,
+            model=self._plan.model,
             prompt_tokens=self._plan.num_prompt_tokens,
             completion_tokens=sum(each.num_tokens for each in self._choices),
+            rows=sum(choice.num_rows for choice in self._choices),
+            row_bytes=sum(choice.num_row_bytes for choice in self._choices),
         )
         if finishes:
+            first = finishes[0].timings
             telemetry.note(
                 scope,
-                finish_reason=finishes[0].reason.value,
+                finish_reason=",".join(dict.fromkeys(each.reason.value for each in finishes)),
                 cached_tokens=finishes[0].num_cached,
-                queue_s=round(finishes[0].timings.queue_s, 6),
-                prefill_s=round(finishes[0].timings.prefill_s, 6),
+                queue_s=round(first.queue_s, 6),
+                prefill_s=round(first.prefill_s, 6),
                 decode_s=round(max(each.timings.decode_s for each in finishes), 6),
-                batch_size=max(each.timings.batch_size for each in finishes),
+                ttft_s=round(first.queue_s + first.prefill_s, 6),
+                mean_batch_size=round(
+                    sum(each.timings.mean_batch_size for each in finishes) / len(finishes), 2
+                ),
+                max_batch_size=max(each.timings.max_batch_size for each in finishes),
             )
+        if scope["state"]["logs_texts"] and self._engine.tokenizer.has_text:
+            # No more ids than characters are shown.
+            prompts = [
+                self._engine.tokenizer.decode(
+                    ids[: telemetry.MAX_LOGGED_CHARACTERS], skip_special_tokens=False
+                )
+                for ids in self._plan.prompts[: telemetry.MAX_LOGGED_TEXTS]
+            ]
+            telemetry.note_texts(scope, prompts, [each.reasoning + each.content for each in self._choices])
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -389,8 +410,7 @@ class EventsAnswer(GenerationAnswer):
         except EngineError as error:
             if not self._has_started:
                 raise
-            self._outcome = "failed"
-            logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
+            self._fail(error)
             await self._say(send, b"data: " + encode_error(error) + b"\n\n")
             await self._send_piece(send, b"", is_last=True)
             return
@@ -490,8 +510,7 @@ class ArrowStream(Answer):
         except EngineError as error:
             if not has_started:
                 raise
-            self._outcome = "failed"
-            logger.warning("stream failed", extra={"id": self._plan.id, "failure": str(error)})
+            self._fail(error)
             for piece in writer.fail(encode_error(error)):
                 await self._send_piece(send, piece)
             # An answer that returns without its last chunk makes the server abort the connection, so no

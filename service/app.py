@@ -68,7 +68,7 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
         yield
         await engine.stop()
 
-    counters = Metrics(engine)
+    counters = Metrics(engine, settings.served_model_name)
     described = document(ROUTES)
     app: ASGIApp = Litestar(
         route_handlers=[*ROUTES, get_schema, get_asset],
@@ -89,4 +89,4 @@ def create_app(settings: Settings, engine: Engine) -> ASGIApp:
     app = Leftovers(app)
     if origins := parse_origins(settings.cors_origins):
         app = Cors(app, origins)
-    return RequestLog(app)
+    return RequestLog(app, counters, logs_texts=settings.log_prompts)

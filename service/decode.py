@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from litestar import Request
 from litestar.exceptions import InternalServerException
 
@@ -19,6 +20,11 @@ T = TypeVar("T", bound=WireRequest)
 
 MAX_DEPTH = 100
 """Far below what Python's own recursion, here or in a template, can follow."""
+
+MAX_PARTS = 250_000
+"""Lists, objects and keys of a body. Millions hold the interpreter, and so every answer, for seconds."""
+
+PART_MARKS = (b"[", b"{", b":")
 
 _STRANGER = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
@@ -87,6 +93,7 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool, nested: Nested |
 
     Raises:
         ProblemsError: With every problem found: one per field at most, unknown names included.
+        ServiceError: ``request_too_large``, if it has too many parts to be looked at.
     """
     raw = _parse(body)
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -161,6 +168,8 @@ def _converted(value: Any, kind: Any, *, ignore_unknown: bool) -> Any:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
+    if len(body) > MAX_PARTS and num_parts(body) > MAX_PARTS:
+        raise ServiceError("request_too_large", f"a body may have {MAX_PARTS:,} lists, objects and keys")
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -174,6 +183,17 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ProblemsError([Problem("invalid_value", "the body must be a JSON object")])
     return raw
+
+
+def num_parts(body: bytes) -> int:
+    """Return how many lists, objects and keys a body has; if it has few brackets, how many at most."""
+    most = sum(body.count(mark) for mark in PART_MARKS)
+    if most <= MAX_PARTS:
+        return most
+    # Texts may be full of such marks. A quote behind a backslash ends none.
+    data = np.frombuffer(body.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
+    is_in_text = np.cumsum(data == ord('"'), dtype=np.uint8) & 1
+    return sum(int(np.count_nonzero((data == mark[0]) & (is_in_text == 0))) for mark in PART_MARKS)
 
 
 def _malformed(message: str) -> ProblemsError:

@@ -13,6 +13,7 @@ from litestar.exceptions import HTTPException
 
 from engine import errors as engine_errors
 from schemas.errors import ErrorCode, ErrorDetail, ErrorEnvelope, ErrorType
+from service.telemetry import note
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,10 @@ def describe(error: BaseException) -> tuple[int, dict[str, str], ErrorEnvelope]:
         case engine_errors.EngineError():
             answer = next(ENGINE_ANSWERS[kind] for kind in type(error).__mro__ if kind in ENGINE_ANSWERS)
             param = getattr(error, "param", None)
-            return _envelope(answer.status, answer.code, str(error), param, answer.headers)
+            # What loading says is full of paths.
+            is_private = isinstance(error, engine_errors.LoadError)
+            message = "the model could not be loaded; the server's log has more" if is_private else str(error)
+            return _envelope(answer.status, answer.code, message, param, answer.headers)
         case HTTPException(status_code=status) if status < 500:
             code = HTTP_CODES.get(status, "invalid_value")
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}
@@ -161,6 +165,7 @@ def encode_error(error: BaseException) -> bytes:
 def handle(request: Request, error: Exception) -> Response[bytes]:  # type: ignore[type-arg]
     """Answer any exception; registered for all of them."""
     status, headers, envelope = describe(error)
+    note(request.scope, error_code=envelope.error.code)
     if envelope.error.code == "internal_error" and not isinstance(error, NotReadyError):
         logger.error("request failed", exc_info=error, extra={"path": request.url.path})
     return Response(

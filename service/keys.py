@@ -15,6 +15,7 @@ import msgspec
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import ServiceError, describe
+from service.telemetry import note
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/schema"})
 """What tells of the server, and of no request. All below ``/schema`` is open too."""
@@ -53,7 +54,8 @@ class ApiKeys:
         return bool(self.digests)
 
     def __str__(self) -> str:
-        return f"{len(self.digests)} keys" if self.digests else ""
+        num = len(self.digests)
+        return f"{num} key{'s' * (num > 1)}" if num else ""
 
 
 def _digest(key: bytes) -> bytes:
@@ -107,6 +109,7 @@ class KeyGuard:
             return
         refusal = ServiceError("invalid_api_key", "send a valid API key: `Authorization: Bearer KEY`")
         status, _, envelope = describe(refusal)
+        note(scope, error_code=refusal.code)
         body = msgspec.json.encode(envelope)
         headers = [
             (b"content-type", b"application/json"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from litestar.types import ASGIApp, Receive, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from schemas.errors import ErrorCode
 from service.errors import ServiceError, encode_error
@@ -54,6 +54,7 @@ class LimitedProtocol(SteadyProtocol):
         """Begin."""
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
         self._is_in_body = False
         self._is_refused = False
         self._num_head_bytes = 0
@@ -131,14 +132,12 @@ class LimitedProtocol(SteadyProtocol):
         """Answer without the app, and close once the client has had time to read it."""
         self._is_refused = True
         logger.info("connection refused", extra={"status": refusal.status, "reason": refusal.message})
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            # Nothing can be said in the middle of another answer.
-            self.transport.abort()
-            return
-        if self.cycle is not None:
-            # The app may be reading the body of this request, and has nobody to answer any more.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        if self._answering is not None and not self._answering.response_complete:
+            if self._answering.response_started:
+                # Nothing can be said in the middle of another answer.
+                self.transport.abort()
+                return
+            self._forget(self._answering)
         body = encode_error(ServiceError(refusal.code, refusal.message))
         headers = [
             *self.server_state.default_headers,
@@ -149,8 +148,19 @@ class LimitedProtocol(SteadyProtocol):
         ]
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
         self.transport.write(STATUS_LINE[refusal.status] + head + b"\r\n" + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._set_timer(LINGER_S)
+
+    def _forget(self, cycle: RequestResponseCycle) -> None:
+        """Tell who is about to answer that nobody listens any more."""
+        self.pipeline.clear()
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, app)
+        self._answering = cycle
 
     def _set_timer(self, seconds: float | None) -> None:
         """Give the client so long from now on."""
@@ -174,6 +184,7 @@ class Leftovers:
             await self._app(scope, receive, send)
             return
         names = {name for name, _ in scope["headers"]}
+        waits = b"expect" in names
         is_open = b"content-length" in names or b"transfer-encoding" in names
 
         async def receive_watched() -> Any:
@@ -183,17 +194,19 @@ class Leftovers:
             return message
 
         async def send_watched(message: Any) -> None:
-            if message["type"] == "http.response.start" and is_open and b"expect" in names:
-                # Whether the body will come is the client's choice, so the next request could not be found.
+            if message["type"] == "http.response.start" and is_open and waits:
+                # It need not send the body any more, and then nobody could find its next request.
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if not is_last or not is_open:
+            if not is_last or not is_open or waits:
                 await send(message)
                 return
             message["more_body"] = True
             await send(message)
             await _drop(receive_watched, lambda: is_open)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if is_open:
+                scope["state"]["abort"]()
 
         await self._app(scope, receive_watched, send_watched)
 

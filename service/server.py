@@ -13,7 +13,8 @@ from engine.engine import Engine
 from engine.errors import LoadError
 from service.app import create_app
 from service.limits import LimitedProtocol
-from service.settings import Settings
+from service.settings import Settings, keys_of
+from service.tuning import spare_what_stays
 
 logger = logging.getLogger(__name__)
 
@@ -140,18 +141,21 @@ async def run(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> i
             server.should_exit = True
             code = 1
         else:
-            _announce(await server.address(), settings.served_model_name or engine.info.name)
+            spare_what_stays()
+            model = settings.served_model_name or engine.info.name
+            _announce(await server.address(), model, needs_key=bool(keys_of(settings)))
     else:
         loading.cancel()
     await serving
     return code
 
 
-def _announce(address: str, model: str) -> None:
+def _announce(address: str, model: str, *, needs_key: bool) -> None:
     """Print where the server is, and one line that shows it at work."""
+    key = """-H "authorization: Bearer $API_KEY" """ if needs_key else ""
     print(
         f"\nlogitwire serves {model} at {address}\n\nTry it:\n\n"
-        f"curl -s {address}/v1/chat/completions -H 'content-type: application/json' -d "
+        f"curl -s {address}/v1/chat/completions {key}-H 'content-type: application/json' -d "
         """'{"messages": [{"role": "user", "content": "Say hi in three words."}], "max_tokens": 8, """
         """"temperature": 0, "return_logprobs": true}'\n""",
         flush=True,

@@ -142,6 +142,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["json", "text"], Meta(description="One JSON object or one readable line per event")
     ] = "json"
+    log_prompts: Annotated[
+        bool, Meta(description="Log the beginnings of prompts and answers, and all that exceptions say")
+    ] = False
     skip_tokenizer: Annotated[
         bool, Meta(description="Load no tokenizer: ids in, ids out, and all that needs a text is refused")
     ] = EngineConfig.skip_tokenizer

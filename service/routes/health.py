@@ -1,17 +1,14 @@
 """``GET /health``, ``/ready``, ``/metrics`` and ``/version``."""
 
-import importlib.metadata
-import platform
-
 from litestar import get
 from litestar.di import NamedDependency
 
 from engine.engine import Engine
 from engine.errors import EngineError
 from schemas.health import Health, Readiness, Version
-from service import __version__
 from service.errors import NotReadyError
 from service.metrics import CONTENT_TYPE, Metrics
+from service.versions import versions
 
 
 @get("/health", operation_id="health")
@@ -47,9 +44,4 @@ async def metrics(metrics: NamedDependency[Metrics]) -> bytes:
 @get("/version", operation_id="version")
 async def version() -> Version:
     """State the versions of everything that shapes logits."""
-    libraries = ("torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow")
-    return Version(
-        logitwire=__version__,
-        python=platform.python_version(),
-        **{library: importlib.metadata.version(library) for library in libraries},
-    )
+    return Version(**versions())

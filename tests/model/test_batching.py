@@ -24,6 +24,7 @@ from engine.fake import byte_tokenizer
 from engine.inbox import Cancel, Inbox, Submit
 from engine.outbox import Outbox
 from engine.runner import OneAtATimeRunner, Runner, SlotRunner, choose_runner
+from engine.stats import Stats
 from engine.types import Finish, FinishReason, GenerationRequest, RowDtype, SamplingParams, TokenEvent
 from engine.worker import Model, Worker
 from tests.model.tiny import ARCHITECTURES, BATCHED, ONE_AT_A_TIME, tiny_model
@@ -140,6 +141,7 @@ async def drive(
         inbox,
         lambda call: call(),
         lambda failure: failures.append(failure) if failure else None,
+        stats=Stats(),
     )
     row_bytes = runner.vocab_size * 4
     outboxes = [Outbox(2 * row_bytes if plan.reads_every > 1 else 10**9, inbox.wake) for plan in plans]

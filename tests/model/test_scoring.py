@@ -22,6 +22,7 @@ from engine.inbox import Cancel, Inbox, Submit
 from engine.loading import embedded_checkpoint
 from engine.outbox import Outbox
 from engine.runner import OneAtATimeRunner, Runner, SlotRunner
+from engine.stats import Stats
 from engine.types import Contrast, Finish, GenerationRequest, RowDtype, SamplingParams, TokenEvent
 from engine.worker import Model, Worker
 from tests.model.tiny import ARCHITECTURES, BATCHED, VOCAB_SIZE, tiny_model
@@ -85,7 +86,12 @@ async def drive(
     inbox = Inbox(100)
     model = Model(runner, TOKENIZER, frozenset({TOKENIZER.eos_token_id or 0}), MAX_LEN)
     worker = Worker(
-        config, model, inbox, lambda call: call(), lambda each: failures.append(each) if each else None
+        config,
+        model,
+        inbox,
+        lambda call: call(),
+        lambda each: failures.append(each) if each else None,
+        stats=Stats(),
     )
     outboxes = [Outbox(config.outbox_bytes, inbox.wake) for _ in requests]
     events: list[Events] = [[] for _ in requests]

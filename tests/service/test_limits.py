@@ -28,6 +28,11 @@ def send(connection: socket.socket, sent: bytes) -> None:
         connection.sendall(sent)
 
 
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x" * 100_000)
+
+
 def received(connection: socket.socket) -> bytes:
     answer = b""
     with contextlib.suppress(ConnectionResetError):
@@ -177,3 +182,35 @@ def test_a_body_that_nobody_reads_is_dropped_and_the_next_request_is_found(scrip
         answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert b"HTTP/1.1 200 " in answer
+
+
+def test_a_body_without_end_is_not_read_for_long(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LINGER_S", 0.2)
+    server = serve()
+    with connect(server) as connection:
+        send(connection, b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_for_ever(connection)
+    eventually(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3, LINE + b"content-length: 5\r\n\r\n{"]
+)
+def test_nonsense_behind_a_request_is_answered_once_and_disturbs_nobody(
+    scripted: ServerThread, caplog: pytest.LogCaptureFixture, first: bytes
+) -> None:
+    with connect(scripted) as connection:
+        send(connection, first + b"\x00" * 100)
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    eventually(lambda: not scripted.server.server_state.connections)
+    assert not [each for each in caplog.records if each.levelname in ("ERROR", "CRITICAL")]
+
+
+def test_a_wish_for_another_protocol_is_passed_over(scripted: ServerThread) -> None:
+    upgrade = b"connection: upgrade, close\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
+    with connect(scripted) as connection:
+        send(connection, b"GET /health HTTP/1.1\r\nhost: x\r\n" + upgrade)
+        assert received(connection).startswith(b"HTTP/1.1 200 ")

@@ -184,7 +184,7 @@ async def test_companions_with_other_settings_change_nothing() -> None:
         assert [each.token_id for each in tokens] == [each.token_id for each in others]
         assert [each.logprob for each in tokens] == [each.logprob for each in others]
         assert (finish.reason, finish.stop_reason) == (other.reason, other.stop_reason)
-    assert max(finish.timings.batch_size for _, finish in together) > 1
+    assert max(finish.timings.max_batch_size for _, finish in together) > 1
 
 
 # Refusals.
@@ -532,3 +532,45 @@ async def test_a_drain_lets_running_requests_end() -> None:
         gate.opened.set()
         await draining
         assert text_of((await reading)[0]) == "abcdefgh"
+
+
+async def test_a_request_that_cannot_be_begun_fails_alone_and_frees_its_place() -> None:
+    def load(config: EngineConfig) -> Any:
+        model, info = hooked_load()(config)
+        detokenizer = model.tokenizer.detokenizer
+        calls = iter([True, False])
+
+        def failing_once(**named: Any) -> Any:
+            if next(calls):
+                raise ValueError("broken")
+            return detokenizer(**named)
+
+        model.tokenizer.detokenizer = failing_once  # type: ignore[method-assign]
+        return model, info
+
+    async with running(load, max_queue=1) as engine:
+        with pytest.raises(StepError, match="ValueError"):
+            await generate(engine)
+        tokens, _ = await generate(engine, request_id="b")
+        assert tokens
+        assert engine.num_waiting == 0
+
+
+async def test_a_worker_that_dies_over_a_request_leaves_nobody_waiting() -> None:
+    class Killed(BaseException):
+        pass
+
+    def load(config: EngineConfig) -> Any:
+        model, info = hooked_load()(config)
+
+        def killing(**named: Any) -> Any:
+            raise Killed
+
+        model.tokenizer.detokenizer = killing  # type: ignore[method-assign]
+        return model, info
+
+    async with running(load) as engine:
+        outboxes = [engine.submit(request(str(place))) for place in range(3)]
+        for outbox in outboxes:
+            with pytest.raises(EngineDeadError):
+                await collect(outbox)

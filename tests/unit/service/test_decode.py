@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from schemas.chat import ChatRequest
-from service.decode import check_content_type, decode
+from service.decode import MAX_PARTS, check_content_type, decode, num_parts
 from service.errors import MAX_ECHO, Problem, ProblemsError, ServiceError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -255,3 +255,30 @@ def test_other_types_are_refused(content_type: str) -> None:
     with pytest.raises(ServiceError) as caught:
         check_content_type(content_type)
     assert caught.value.code == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("part", [b"[],", b"[[]],", b"{},", b'{"":1},', b'["",":"],'])
+def test_a_body_of_absurdly_many_parts_is_refused_unread(part: bytes) -> None:
+    body = b'{"messages":[' + part * MAX_PARTS + b"1]}"
+    with pytest.raises(ServiceError) as caught:
+        decode(ChatRequest, body, ignore_unknown=False)
+    assert (caught.value.code, str(caught.value)) == (
+        "request_too_large",
+        "a body may have 250,000 lists, objects and keys",
+    )
+
+
+def test_a_text_may_be_full_of_brackets_quotes_and_backslashes() -> None:
+    for text in ("[{:", '"[', "\\[", '\\"[', 'a\\\\"[{', "é[:"):
+        content = text * MAX_PARTS
+        body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+        # A list, two objects, and three keys.
+        assert num_parts(body) == 6
+        assert decode(ChatRequest, body, ignore_unknown=False).messages[0].content == content
+
+
+def test_as_many_parts_as_may_be_are_read() -> None:
+    body = json.dumps(
+        {"messages": MESSAGES, "logit_bias": {str(each): 0 for each in range(100_000)}}
+    ).encode()
+    assert decode(ChatRequest, body, ignore_unknown=False).messages[0].content == "hi"
