@@ -1,9 +1,26 @@
-"""HTTP/1.1 where uvicorn is loose: offers of other protocols, and requests without a host."""
+"""HTTP/1.1 where uvicorn is loose: offers of other protocols, missing hosts, cut connections."""
+
+import asyncio
+import contextlib
+import socket
+import struct
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 OFFERS = (b"upgrade", b"connection", b"http2-settings")
+
+
+RESET = struct.pack("ii", 1, 0)
+"""For ``SO_LINGER``: closing drops what has not been sent."""
+
+
+def cut(transport: asyncio.Transport) -> None:
+    """Close a connection at once; the kernel would keep for ever what a client does not take."""
+    # It may be closed already.
+    with contextlib.suppress(OSError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    transport.abort()
 
 
 class SteadyProtocol(HttpToolsProtocol):

@@ -7,7 +7,6 @@ answer.
 import contextlib
 import http.client
 import json
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -77,9 +76,6 @@ def ask(url: str, asked: Ask, timeout_s: float = 120.0) -> str:
 
 def _exchange(connection: http.client.HTTPConnection, asked: Ask) -> str:
     connection.connect()
-    peer = connection.sock
-    if asked.stall_s:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     headers = {"content-type": "application/json"} | ({"accept": MEDIA_TYPE} if asked.is_arrow else {})
     body = asked.body if isinstance(asked.body, bytes) else json.dumps(asked.body).encode()
     # It may be refused before it is all there, and the refusal can still be read.
@@ -94,8 +90,6 @@ def _exchange(connection: http.client.HTTPConnection, asked: Ask) -> str:
     if asked.stall_s:
         response.read(1)
         time.sleep(asked.stall_s)
-        # What has been sent is read at full speed again, since its reader is not what is tested.
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         response.read()
         return "whole"
     if asked.is_arrow:
