@@ -16,7 +16,7 @@ from ops.fuzz.requests import shot
 STALL_TIMEOUT_S = 2.0
 MAX_BODY_BYTES = 2**20
 MAX_LOGIT_TOKENS = 256
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 512
 OUTBOX_BYTES = 2**20
 TIMEOUT_S = 180.0
 """For any byte of an answer, queue included."""
@@ -149,8 +149,15 @@ def _leave(url: str, chance: Random) -> str:
 
 
 def _stall(url: str, chance: Random) -> str:
-    body = {**_chat(chance), "max_tokens": 100, "ignore_eos": True}
-    return ask(url, Ask("stalls", CHAT, body, is_arrow=True, stall_s=3 * STALL_TIMEOUT_S), TIMEOUT_S)
+    # Its rows are there at once, and more than the kernel holds for a reader.
+    body = {"sequences": [{"token_ids": [chance.randrange(250) for _ in range(MAX_LOGIT_TOKENS)]}]}
+    return ask(url, Ask("stalls", LOGITS, body, is_arrow=True, stall_s=3 * STALL_TIMEOUT_S), TIMEOUT_S)
+
+
+def fill(url: str, chance: Random) -> str:
+    """Ask for a completion that fills the context, and so a place in the cache."""
+    body = {"token_ids": [chance.randrange(250) for _ in range(MAX_MODEL_LEN - 1)]}
+    return ask(url, Ask("fills", GENERATE, body, is_arrow=True), TIMEOUT_S)
 
 
 def _abort(url: str, chance: Random) -> str:
