@@ -41,7 +41,7 @@ SETTLE_S = 60.0
 HEALTH_EVERY_S = 0.1
 
 MAX_LEFT_MIB = 128.0
-"""The allocator may keep one pass of rows (64 MiB) more or less; what is left by each request would be more."""
+"""The allocator may keep one pass of rows (64 MiB) more or less; a leak of each request would be more."""
 
 
 @dataclass
