@@ -63,6 +63,11 @@ imports: setup
 docs: setup
     {{python}} -m ops.check_docs
 
+# Throw what no client should send at a server: from the OpenAPI document, and raw bytes
+[group('check')]
+fuzz *args: setup
+    {{python}} -m ops.fuzz {{args}}
+
 # Everything that must hold before a commit
 [group('check')]
 check: lint types imports docs test

@@ -56,7 +56,7 @@ def main(argv: List[str]) -> int:
             str(CONSTRAINTS),
             "rust-just",
             "-e",
-            "%s[%s]" % (ROOT, "embedded" if is_run else "embedded,dev"),
+            "%s[%s]" % (ROOT, "embedded,docs" if is_run else "embedded,docs,dev"),
             "-e",
             str(ROOT / "clients" / "python"),
         )

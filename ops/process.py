@@ -51,9 +51,17 @@ class ServerProcess:
             raise RuntimeError(log_path.read_text())
         self.url = found[1]
 
-    def stop(self) -> int:
-        """End it with SIGTERM; return its exit code."""
-        self._process.send_signal(signal.SIGTERM)
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it with a signal; return its exit code."""
+        self.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end, which something else brings about; return its exit code."""
         try:
             return self._process.wait(STOP_TIMEOUT_S)
         finally:

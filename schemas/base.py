@@ -17,6 +17,12 @@ class WireResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response body. Fields are written in the order in which they stand here."""
 
 
+def one_of(*names: str, or_null: bool = False) -> Meta:
+    """Return the note that a field holds one of several structs, whose union msgspec cannot describe."""
+    options: list[dict[str, str]] = [{"$ref": f"#/components/schemas/{name}"} for name in names]
+    return Meta(extra_json_schema={"anyOf": [*options, {"type": "null"}] if or_null else options})
+
+
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from schemas.base import Count, StopString, TokenId, WireRequest, WireResponse
-from schemas.chat import AssistantMessage, ChatDelta, ChoiceLogprobs
+from schemas.base import Count, StopString, TokenId, WireRequest, WireResponse, one_of
+from schemas.chat import AssistantMessage, ChatDelta
 from schemas.chat import FinishReason as ChatFinishReason
 from schemas.logits import LogitsBlock, Metadata, SelectedLogits, TokenStatsBlock, Usage
 from schemas.sampling import GenerationFields
@@ -112,7 +112,7 @@ class GenerateChoice(WireResponse, frozen=True, kw_only=True):
     text: str | UnsetType = UNSET
     message: AssistantMessage | UnsetType = UNSET
     delta: ChatDelta | UnsetType = UNSET
-    logprobs: IdLogprobs | ChoiceLogprobs | None = None
+    logprobs: Annotated[Any, one_of("IdLogprobs", "ChoiceLogprobs", or_null=True)] = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: list[int] = []

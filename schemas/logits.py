@@ -1,6 +1,6 @@
 """What every answer with rows carries: the rows themselves, statements on their numbers, usage."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -12,20 +12,21 @@ LogitsEncoding = Literal["json", "b64_fp16", "b64_fp32"]
 class LogitsBlock(WireResponse, frozen=True, kw_only=True):
     """Raw rows of one choice. ``data[t]`` is the distribution that produced generated token ``t``.
 
-    ``data`` holds one base64 string of little-endian values a row, or one list of numbers a row.
+    ``data`` holds one base64 string of little-endian values a row, or one list of numbers a row; there null
+    stands for -inf.
     """
 
     encoding: LogitsEncoding
     dtype: Literal["float16", "float32"]
     shape: tuple[int, int]
-    data: list[Any] | msgspec.Raw
+    data: list[str | list[float | None]] | msgspec.Raw
 
 
 class SelectedLogits(WireResponse, frozen=True, kw_only=True):
     """Some columns of the raw rows of one choice; ``values[t][k]`` is float32, at ``token_ids[k]``."""
 
     token_ids: list[int]
-    values: list[list[float]] | msgspec.Raw
+    values: list[list[float | None]] | msgspec.Raw
 
 
 class TokenStatsBlock(WireResponse, frozen=True, kw_only=True):

@@ -14,9 +14,10 @@ from schemas.base import (
     TokenId,
     WireRequest,
     WireResponse,
+    one_of,
 )
 from schemas.chat import ChatMessage
-from schemas.logits import LogitsBlock, LogitsEncoding, Metadata, SelectedLogits, TokenStatsBlock, Usage
+from schemas.logits import LogitsBlock, LogitsEncoding, Metadata, TokenStatsBlock, Usage
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
@@ -58,7 +59,14 @@ class RaggedLogits(WireResponse, frozen=True, kw_only=True):
     """Some columns of raw rows; ``values[t][k]`` is float32, at ``token_ids[t][k]``."""
 
     token_ids: list[list[int]]
-    values: Raw
+    values: list[list[float | None]] | Raw
+
+
+class Alternative(WireResponse, frozen=True, kw_only=True):
+    """One of the best tokens of a position."""
+
+    token_id: int
+    logprob: float
 
 
 class LogitsData(WireResponse, frozen=True, kw_only=True):
@@ -68,14 +76,14 @@ class LogitsData(WireResponse, frozen=True, kw_only=True):
     token_ids: list[int]
     positions: list[int]
     logprobs: list[float] | UnsetType = UNSET
-    top_logprobs: Raw | UnsetType = UNSET
+    top_logprobs: list[list[Alternative]] | Raw | UnsetType = UNSET
     token_stats: TokenStatsBlock | UnsetType = UNSET
-    selected_logits: SelectedLogits | RaggedLogits | UnsetType = UNSET
+    selected_logits: Annotated[Any, one_of("SelectedLogits", "RaggedLogits")] = UNSET
     logits: LogitsBlock | UnsetType = UNSET
 
 
 class LogitsAnswer(WireResponse, frozen=True, kw_only=True):
-    """The answer to a :class:`LogitsRequest`; ``rows`` per sequence only in Arrow's end record."""
+    """The answer of ``POST /v1/logits``; ``rows`` per sequence only in Arrow's end record."""
 
     object: Literal["logits"] = "logits"
     model: str
@@ -122,16 +130,16 @@ class MeanDivergence(WireResponse, frozen=True, kw_only=True):
     """Arithmetic means over the completion's tokens; null where a value is infinite."""
 
     jsd: float
-    kl_pq: float
-    kl_qp: float
+    kl_pq: float | None
+    kl_qp: float | None
     tvd: float
 
 
 class DivergenceAnswer(WireResponse, frozen=True, kw_only=True):
-    """The answer to a :class:`DivergenceRequest`: lists with one value per token of the completion.
+    """The answer of ``POST /v1/divergence``: lists with one value per token of the completion.
 
     ``jsd``, ``kl_*`` and ``entropy_*`` are in units of ``log_base``, ``logprob_*`` are natural logarithms of
-    the raw rows. An infinite ``kl_*`` is null.
+    the raw rows. An infinite value is null.
     """
 
     object: Literal["divergence"] = "divergence"
@@ -141,12 +149,12 @@ class DivergenceAnswer(WireResponse, frozen=True, kw_only=True):
     token_ids: list[int]
     tokens: list[str]
     jsd: list[float]
-    kl_pq: list[float]
-    kl_qp: list[float]
+    kl_pq: list[float | None]
+    kl_qp: list[float | None]
     tvd: list[float]
     entropy_p: list[float]
     entropy_q: list[float]
-    logprob_p: list[float]
-    logprob_q: list[float]
+    logprob_p: list[float | None]
+    logprob_q: list[float | None]
     mean: MeanDivergence
     usage: Usage

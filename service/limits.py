@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from litestar.types import ASGIApp, Receive, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from schemas.errors import ErrorCode
 from service.errors import ServiceError, encode_error
+from service.protocol import SteadyProtocol
 from service.telemetry import new_request_id
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Refusal:
 TOO_LARGE = Refusal(431, "request_too_large", f"all headers together may have {MAX_HEAD_BYTES} bytes")
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(SteadyProtocol):
     """uvicorn's connection, which takes heads of any size and at any pace, with limits and with envelopes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

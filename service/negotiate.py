@@ -49,6 +49,12 @@ def negotiate(accept: str | None, *, has_arrow: bool = True) -> Representation:
     return Representation.ARROW if is_arrow_wish and arrow_q == json_q else Representation.JSON
 
 
+def prefers_html(accept: str | None) -> bool:
+    """Tell whether the header prefers HTML to JSON, as those of browsers do."""
+    ranges = [parsed for member in (accept or "").split(",") if (parsed := _parse(member))]
+    return _quality(ranges, "text/html") > _quality(ranges, Representation.JSON.value)
+
+
 def _parse(member: str) -> tuple[str, float] | None:
     """Return a media range and its weight."""
     media_type, *parameters = (part.strip().lower() for part in member.split(";"))

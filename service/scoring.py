@@ -18,7 +18,7 @@ from engine.types import GenerationRequest, TokenEvent
 from schemas.arrow import RAGGED_FIELDS, TOP_FIELDS
 from schemas.base import WireResponse
 from schemas.logits import LogitsBlock, SelectedLogits
-from schemas.scoring import RaggedLogits
+from schemas.scoring import Alternative, RaggedLogits
 from service.answers import Answer, ArrowStream, Blocks, encoded, encoded_rows
 from service.arrow import RowWriter
 from service.convert.choice import Choice, Token
@@ -89,12 +89,12 @@ def _shown(logprob: float | None) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def _alternatives(event: TokenEvent) -> list[dict[str, float]]:
+def _alternatives(event: TokenEvent) -> list[Alternative]:
     """Return the best alternatives of one position, best first."""
     best = event.top_logprobs
     assert best is not None
     return [
-        {"token_id": token_id, "logprob": _shown(logprob)}
+        Alternative(token_id=token_id, logprob=_shown(logprob))
         for token_id, logprob in zip(best.token_ids, best.logprobs, strict=True)
     ]
 

@@ -11,12 +11,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import UNKNOWN_ROUTE, Metrics
+from service.protocol import cut
 
 logger = logging.getLogger("service.request")
 
@@ -82,7 +84,7 @@ class RequestLog:
         # ASGI has no way to cut a connection whose reader has stalled; uvicorn's cycle, whose method
         # ``send`` is, holds the transport that has one.
         transport = getattr(getattr(send, "__self__", None), "transport", None)
-        scope["state"]["abort"] = getattr(transport, "abort", lambda: None)
+        scope["state"]["abort"] = (lambda: None) if transport is None else partial(cut, transport)
         method = scope["method"]
         if method == "HEAD":
             # A copy: uvicorn reads its own, and leaves the body out of what it sends.

@@ -14,10 +14,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to measure: threads of the model on both sides, and how often."""
+    """How to measure.
+
+    Attributes:
+        threads: Of the model, on both sides.
+        repeats: Medians are taken over so many.
+        minutes: Of the soak.
+        requests: Of the soak at most; 0 is no limit.
+        model: Of the soak; empty is the embedded one.
+    """
 
     threads: int
     repeats: int
+    minutes: float = 2.0
+    requests: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

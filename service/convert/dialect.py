@@ -175,11 +175,12 @@ def logits_block(
     rows: Sequence[NDArray[np.floating]], encoding: LogitsEncoding, vocab_size: int
 ) -> LogitsBlock:
     """Return rows as they stand in a chunk; base64 is left to the encoder."""
+    data: list[Any] = [row.tolist() if encoding == "json" else row.data.cast("B") for row in rows]
     return LogitsBlock(
         encoding=encoding,
         dtype="float16" if encoding == "b64_fp16" else "float32",
         shape=(len(rows), vocab_size),
-        data=[row.tolist() if encoding == "json" else row.data.cast("B") for row in rows],
+        data=data,
     )
 
 
