@@ -48,9 +48,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.stop(signal.SIGKILL)
 
 
-def metric(url: str, name: str) -> float:
+def metric(url: str, *names: str) -> float:
+    """Return the sum of all series of these names."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(name)).rpartition(" ")[2])
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 def mixed(num: int, max_tokens: int) -> list[Ask]:
@@ -68,10 +69,11 @@ def mixed(num: int, max_tokens: int) -> list[Ask]:
 
 
 def under_load(url: str, asks: list[Ask]) -> tuple[ThreadPoolExecutor, list[Future[str]]]:
-    """Have all of them asked at once, and wait until some run and others wait."""
+    """Have all of them asked at once, more than run at a time, and wait until all are taken."""
     pool = ThreadPoolExecutor(len(asks))
     asked = [pool.submit(ask, url, each) for each in asks]
-    eventually(lambda: metric(url, "vllm:num_requests_waiting") >= 8)
+    taken = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total")
+    eventually(lambda: metric(url, *taken) == len(asks))
     return pool, asked
 
 
