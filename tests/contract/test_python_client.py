@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from logitwire import APIError, Client, ConnectionFailedError, IncompleteStreamError, jsd
+from logitwire import APIConnectionError, APIError, Client, IncompleteStreamError, jsd
 from logitwire import arrow as client_arrow
+from logitwire import rows as client_rows
 from schemas import arrow as wire_arrow
 from tests.conftest import Serve
 from tests.fakes import VOCAB_SIZE, hooked_load
@@ -48,21 +49,21 @@ def test_a_chat_returns_text_ids_logprobs_and_rows(scripted: ServerThread, base:
 def test_rows_lie_in_the_memory_that_was_received_into(
     scripted: ServerThread, monkeypatch: pytest.MonkeyPatch, max_tokens: int | None
 ) -> None:
-    received: list[memoryview] = []
-    next_rows = client_arrow._Rows.next
+    received: list[np.ndarray] = []
+    next_rows = client_rows._Growing.next
 
-    def spy(rows: Any, num: int) -> memoryview:
+    def spy(rows: Any, num: int) -> np.ndarray:
         received.append(next_rows(rows, num))
         return received[-1]
 
-    monkeypatch.setattr(client_arrow._Rows, "next", spy)
+    monkeypatch.setattr(client_rows._Growing, "next", spy)
     result = Client(scripted.url).chat(MESSAGES, temperature=0, max_tokens=max_tokens)
     assert result.logits is not None
     assert not result.logits.flags.writeable
     assert not result.logits.flags.owndata
-    assert sum(map(len, received)) == result.logits.nbytes
+    assert sum(each.nbytes for each in received) == result.logits.nbytes
     for buffer in received:
-        assert np.shares_memory(np.frombuffer(buffer, np.uint8), result.logits)
+        assert np.shares_memory(buffer, result.logits)
     with pytest.raises(ValueError, match="read-only"):
         result.logits[0, 0] = 1
 
@@ -116,7 +117,7 @@ def test_the_servers_refusal_is_raised_with_its_parts(scripted: ServerThread) ->
 
 
 def test_no_server_is_said_to_be_none() -> None:
-    with pytest.raises(ConnectionFailedError):
+    with pytest.raises(APIConnectionError):
         Client("http://127.0.0.1:9").chat(MESSAGES)
     with pytest.raises(ValueError, match="not an http"):
         Client("127.0.0.1:8000")
@@ -217,14 +218,14 @@ def test_given_tokens_come_as_one_result_per_sequence(scripted: ServerThread) ->
 def test_rows_of_each_sequence_lie_in_the_memory_that_was_received_into(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
-    received: list[memoryview] = []
-    next_rows = client_arrow._Rows.next
+    received: list[np.ndarray] = []
+    next_rows = client_rows._Growing.next
 
-    def spy(rows: Any, num: int) -> memoryview:
+    def spy(rows: Any, num: int) -> np.ndarray:
         received.append(next_rows(rows, num))
         return received[-1]
 
-    monkeypatch.setattr(client_arrow._Rows, "next", spy)
+    monkeypatch.setattr(client_rows._Growing, "next", spy)
     # Chunks of four tokens: rows of one sequence may come in several batches.
     client = Client(serve(hooked_load(), prefill_chunk=4).url)
     sequences = [{"token_ids": [*b"abcdefghijklmn"[place:]]} for place in range(3)]
@@ -233,8 +234,8 @@ def test_rows_of_each_sequence_lie_in_the_memory_that_was_received_into(
         assert result.token_ids == sequence["token_ids"]
         assert result.logits is not None
         assert not result.logits.flags.owndata
-        own = [each for each in received if np.shares_memory(np.frombuffer(each, np.uint8), result.logits)]
-        assert sum(map(len, own)) == result.logits.nbytes
+        own = [each for each in received if np.shares_memory(each, result.logits)]
+        assert sum(each.nbytes for each in own) == result.logits.nbytes
         (alone,) = client.score([sequence])
         np.testing.assert_array_equal(result.logits, alone.logits)
         np.testing.assert_array_equal(result.logprobs, alone.logprobs)

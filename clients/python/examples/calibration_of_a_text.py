@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from logitwire import Client, LogitwireError, ScoreResult
+from logitwire import Client, LogitwireError, Score
 
 DEFAULT_TEXT = Path(__file__).with_name("lighthouse.txt")
 NUM_BINS = 10
@@ -85,7 +85,7 @@ def expected_calibration_error(bins: Sequence[Bin]) -> float:
     return sum(each.num * abs(each.accuracy - each.confidence) for each in bins) / num
 
 
-def token_line(result: ScoreResult, place: int) -> str:
+def token_line(result: Score, place: int) -> str:
     """Return one position's numbers; natural logarithms are nats, and divided by ln 2 they are bits."""
     logprob, entropy = float(result.logprobs[place]), result.columns["entropy"][place]
     return (

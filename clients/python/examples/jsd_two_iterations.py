@@ -10,7 +10,7 @@ Run:  python clients/python/examples/jsd_two_iterations.py [--base-url URL]
 
 import argparse
 
-from logitwire import ChatResult, Client, jsd
+from logitwire import Client, Generation, jsd
 
 TASK = "Write a slogan for a bicycle shop."
 CRITIC = "What is wrong with this slogan, and how should it be changed?"
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     client = Client(options.base_url)
 
-    def say(*contents: str) -> ChatResult:
+    def say(*contents: str) -> Generation:
         """Continue a conversation that alternates between user and assistant."""
         roles = ("user", "assistant")
         messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(contents)]

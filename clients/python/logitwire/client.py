@@ -1,117 +1,71 @@
-"""The synchronous client. It uses the standard library's HTTP, which can receive into memory that exists."""
+"""The synchronous client."""
 
-import http.client
-import ssl
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Any, Generic, Self, TypeVar, Unpack
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from logitwire import calls
+from logitwire.arrow import Batch
+from logitwire.calls import JsonCall, RowsCall
+from logitwire.config import Config, load_config
+from logitwire.errors import APIConnectionError, APIError, APITimeoutError
+from logitwire.exchange import Exchange
+from logitwire.options import (
+    ChatOptions,
+    CompleteOptions,
+    Context,
+    DivergenceOptions,
+    GenerateOptions,
+    LogitsDtype,
+    Message,
+    ScoreOptions,
+)
+from logitwire.results import Divergence, Generation, Row, Score
+from logitwire.retries import retry_delay_s
 
-from logitwire.arrow import MEDIA_TYPE, Table, read_table
-from logitwire.errors import APIError, ConnectionFailedError, IncompleteStreamError
+Result = TypeVar("Result")
 
-ENCODINGS = {"float16": "b64_fp16", "float32": "b64_fp32"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChatResult:
-    """One completion of T tokens, the end token included if one was generated.
-
-    Attributes:
-        text: What the model said; stop strings and special tokens are cut from it only.
-        reasoning: What it thought before that, if the server splits that off and it is not hidden.
-        segments: T words: "content", "reasoning", "tool" or "special".
-        token_ids: T ids.
-        tokens: T token texts.
-        logprobs: float32 (T,): log-softmax of the raw row over all of V, at the emitted token.
-        logits: (T, V) float16 or float32, read-only. ``logits[t]`` is the distribution that produced token t.
-            It is the memory that was received into. ``None`` if no rows were asked for.
-        prompt_logits: (P - 1, V), read-only, with ``return_prompt_logits=True``: the rows that predict the
-            prompt's tokens 1 to P-1.
-        finish_reason: "stop", "length" or "tool_calls"; the calls are in ``response``.
-        stop_reason: The stop string or stop token id that was met, if any.
-        usage: Token counts.
-        metadata: What the numbers are: ``source_dtype``, ``wire_dtype``, ``vocab_size`` and so on.
-        response: The whole answer without rows, as OpenAI's shape.
-        columns: The stream's other columns by name, such as ``entropy`` with ``token_stats=True``, or
-            ``selected_logits`` with ``logit_token_ids``.
-    """
-
-    text: str
-    reasoning: str | None
-    segments: list[str]
-    token_ids: list[int]
-    tokens: list[str]
-    logprobs: NDArray[np.float32]
-    logits: NDArray[np.floating] | None
-    prompt_logits: NDArray[np.floating] | None
-    finish_reason: str
-    stop_reason: str | int | None
-    usage: dict[str, Any]
-    metadata: dict[str, Any]
-    response: dict[str, Any]
-    columns: dict[str, list[Any]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreResult:
-    """T rows of one sequence of given tokens: what the model says of tokens that it did not choose.
-
-    Attributes:
-        token_ids: All ids of the sequence, those without a row too.
-        positions: T places in ``token_ids``. The row at position i predicts token i, so position 0 has none.
-            With ``next_token=True`` the last one lies behind the last token.
-        segments: T words: "prompt" for context, "content" for what follows it.
-        tokens: T token texts.
-        logprobs: float32 (T,): log-softmax of the raw row over all of V, at the token that is there; 0 for a
-            ``next_token`` row.
-        logits: (T, V) float16 or float32, read-only. ``logits[t]`` is the distribution that predicts
-            ``token_ids[positions[t]]``. It is the memory that was received into. ``None`` if no rows were
-            asked for.
-        metadata: What the numbers are: ``source_dtype``, ``wire_dtype``, ``vocab_size`` and so on.
-        response: The whole answer without numbers, all sequences in it, with ``usage``.
-        columns: The other columns of these rows by name, such as ``entropy`` with ``token_stats=True``,
-            ``top_token_ids`` and ``top_logprobs`` with ``top_logprobs``, or ``selected_logits``.
-    """
-
-    token_ids: list[int]
-    positions: list[int]
-    segments: list[str]
-    tokens: list[str]
-    logprobs: NDArray[np.float32]
-    logits: NDArray[np.floating] | None
-    metadata: dict[str, Any]
-    response: dict[str, Any]
-    columns: dict[str, list[Any]]
+MAX_IDLE = 16
+"""Connections that are kept for the next calls at most."""
 
 
 class Client:
-    """Talks to one server. Each call opens its own connection, so threads may share a client."""
+    """Talks to one server. Threads may share a client: each running call has a connection of its own."""
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 2,
+        ssl_context: SSLContext | None = None,
+    ) -> None:
         """Remember where the server is; connects only when called.
 
         Args:
-            base_url: Such as ``http://127.0.0.1:8000``; a trailing ``/v1`` is allowed.
-            api_key: Sent as a bearer token, if given.
+            base_url: Such as ``http://127.0.0.1:8000``, which is the default; a trailing ``/v1`` is allowed.
+                ``None`` takes LOGITWIRE_BASE_URL, if that is set.
+            api_key: Sent as a bearer token. ``None`` takes LOGITWIRE_API_KEY, if that is set.
             timeout_s: Seconds to wait for the next bytes at most.
+            max_retries: How often a call is tried again at most; see :mod:`logitwire.retries`.
+            ssl_context: For https; ``None`` trusts what the system trusts.
 
         Raises:
-            ValueError: The address is no http or https URL.
+            ValueError: The address is no http or https URL, or a number is out of its range.
         """
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ValueError(f"not an http or https URL: {base_url!r}")
-        self._is_tls = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._api_key = api_key
-        self._timeout_s = timeout_s
+        self._config = load_config(
+            base_url, api_key, timeout_s=timeout_s, max_retries=max_retries, context=ssl_context
+        )
+        self._idle = _Idle()
+        self._sleep: Callable[[float], None] = time.sleep
 
     def __enter__(self) -> Self:
         return self
@@ -119,93 +73,143 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is held between calls, so there is nothing to close."""
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_idle"):
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections that are kept for the next calls; running calls go on."""
+        self._idle.close()
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        logits: Literal["float16", "float32"] | None = "float16",
-        **options: Any,
-    ) -> ChatResult:
+        logits: LogitsDtype | None = "float16",
+        **options: Unpack[ChatOptions],
+    ) -> Generation:
         """Continue a conversation, and return it with its rows.
 
         Args:
             messages: OpenAI's messages.
-            max_tokens: Tokens at most; ``None`` leaves it to the server.
-            temperature: 0 is greedy.
-            top_p: Nucleus; 1 is off.
-            top_k: 0 is off.
-            seed: Makes a draw reproducible.
-            stop: Strings that end the text.
             logits: The dtype of the rows; ``None`` asks for none.
-            **options: Any other field of the request, such as ``repetition_penalty`` or ``model``.
+            **options: Any other field of the request, such as ``max_tokens``, ``temperature`` or ``seed``.
 
         Raises:
-            ValueError: ``logits`` is none of its values, or ``n`` is not 1.
+            ValueError: ``logits`` is none of its values.
             APIError: The server refused or failed the request.
-            ConnectionFailedError: There was no answer.
+            APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
         """
-        if logits not in (None, *ENCODINGS):
-            raise ValueError(f"logits must be 'float16', 'float32' or None, not {logits!r}")
-        if options.get("n", 1) != 1:
-            raise ValueError("one completion per call")
-        body: dict[str, Any] = {
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-            "stop": stop,
-            "return_logits": logits is not None,
-            "logits_encoding": ENCODINGS[logits or "float16"],
-            "return_token_ids": True,
-            **options,
-        }
-        sent = {name: value for name, value in body.items() if value is not None}
-        table = self._post_for_table(
-            "/v1/chat/completions", sent, max_rows=None if max_tokens is None else int(max_tokens)
-        )
-        choice = table.end["choices"][0]
-        # With return_prompt_logits, the prompt's rows come first.
-        num_prompt = table.columns["segment"].count("prompt")
-        return ChatResult(
-            text=choice["message"]["content"] or "",
-            reasoning=choice["message"].get("reasoning_content"),
-            segments=table.columns["segment"][num_prompt:],
-            token_ids=table.columns["token_id"][num_prompt:],
-            tokens=table.columns["token"][num_prompt:],
-            logprobs=np.asarray(table.columns["logprob"][num_prompt:], np.float32),
-            logits=None if table.logits is None else table.logits[num_prompt:],
-            prompt_logits=None if table.logits is None or not num_prompt else table.logits[:num_prompt],
-            finish_reason=choice["finish_reason"],
-            stop_reason=choice["stop_reason"],
-            usage=table.end["usage"],
-            metadata=table.end["metadata"],
-            response=table.end,
-            columns=table.columns,
-        )
+        return self._run(calls.chat(messages, logits, options))
+
+    def chat_rows(
+        self,
+        messages: Sequence[Message],
+        *,
+        logits: LogitsDtype | None = "float16",
+        keep: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> "RowStream[Generation]":
+        """Continue a conversation, and give out its rows while the server generates; see :meth:`chat`.
+
+        Args:
+            messages: OpenAI's messages.
+            logits: The dtype of the rows; ``None`` asks for none.
+            keep: Whether the result at the end has the rows too, which takes memory for all of them.
+            **options: Any other field of the request.
+        """
+        return RowStream(self, calls.chat(messages, logits, options), keep=keep)
+
+    def complete(
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        logits: LogitsDtype | None = "float16",
+        **options: Unpack[CompleteOptions],
+    ) -> Generation:
+        """Continue a text or token ids, and return what follows with its rows.
+
+        Args:
+            prompt: A text, the ids of one prompt, or a list of such; the completions of further prompts are
+                in ``others``.
+            logits: The dtype of the rows; ``None`` asks for none.
+            **options: Any other field of the request, such as ``echo`` or ``return_prompt_logits``.
+
+        Raises:
+            ValueError: ``logits`` is none of its values.
+            APIError: The server refused or failed the request.
+            APIConnectionError: There was no answer.
+            IncompleteStreamError: The answer broke off.
+        """
+        return self._run(calls.complete(prompt, logits, options))
+
+    def complete_rows(
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        logits: LogitsDtype | None = "float16",
+        keep: bool = False,
+        **options: Unpack[CompleteOptions],
+    ) -> "RowStream[Generation]":
+        """Continue a prompt, and give out the rows while the server generates.
+
+        See :meth:`complete` and :meth:`chat_rows`.
+        """
+        return RowStream(self, calls.complete(prompt, logits, options), keep=keep)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logits: LogitsDtype | None = "float16",
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Continue token ids, as vLLM's route of this name does: no template, no text unless asked for.
+
+        Args:
+            token_ids: The prompt.
+            logits: The dtype of the rows; ``None`` asks for none.
+            **options: Any other field of the request, such as ``output_mode``; the sampling fields may also
+                stand in ``sampling_params``. Without ``max_tokens`` the context is filled.
+
+        Raises:
+            ValueError: ``logits`` is none of its values.
+            APIError: The server refused or failed the request.
+            APIConnectionError: There was no answer.
+            IncompleteStreamError: The answer broke off.
+        """
+        return self._run(calls.generate(token_ids, logits, options))
+
+    def generate_rows(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logits: LogitsDtype | None = "float16",
+        keep: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> "RowStream[Generation]":
+        """Continue token ids, and give out the rows while the server generates.
+
+        See :meth:`generate` and :meth:`chat_rows`.
+        """
+        return RowStream(self, calls.generate(token_ids, logits, options), keep=keep)
 
     def score(
         self,
-        sequences: Sequence[Mapping[str, Any]],
+        sequences: Sequence[Context],
         *,
-        logits: Literal["float16", "float32"] | None = "float16",
-        **options: Any,
-    ) -> list[ScoreResult]:
+        logits: LogitsDtype | None = "float16",
+        **options: Unpack[ScoreOptions],
+    ) -> list[Score]:
         """Return the rows that predict given tokens; nothing is generated.
 
         Args:
-            sequences: 1 to 64, each ``{"token_ids": [...]}``, ``{"text": "..."}`` or ``{"messages": [...],
-                "completion": "..."}``. ``prompt_length`` may be added: tokens that are context only.
+            sequences: 1 to 64, each a text, token ids, a conversation, or the wire's object:
+                ``{"token_ids": [...]}``, ``{"text": "..."}`` or ``{"messages": [...], "completion":
+                "..."}``, to which ``prompt_length`` may be added: tokens that are context only.
             logits: The dtype of the rows; ``None`` asks for none.
             **options: Any other field of the request, such as ``range``, ``next_token``, ``token_stats``,
                 ``top_logprobs`` or ``logit_token_ids``.
@@ -215,102 +219,256 @@ class Client:
 
         Raises:
             ValueError: ``logits`` is none of its values.
+            TypeError: ``sequences`` is a single one.
             APIError: The server refused or failed the request.
-            ConnectionFailedError: There was no answer.
+            APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
         """
-        if logits not in (None, *ENCODINGS):
-            raise ValueError(f"logits must be 'float16', 'float32' or None, not {logits!r}")
-        body: dict[str, Any] = {
-            "sequences": sequences,
-            "return_logits": logits is not None,
-            "logits_encoding": ENCODINGS[logits or "float16"],
-            **options,
-        }
-        sent = {name: value for name, value in body.items() if value is not None}
-        table = self._post_for_table(
-            "/v1/logits", sent, max_rows_of=[_max_rows(each, options) for each in sequences]
-        )
-        places: list[list[int]] = [[] for _ in sequences]
-        for place, choice in enumerate(table.columns.get("choice", ())):
-            places[choice].append(place)
-        results = []
-        for index, own in enumerate(places):
-            columns = {name: [values[place] for place in own] for name, values in table.columns.items()}
-            data = table.end["data"][index]
-            results.append(
-                ScoreResult(
-                    token_ids=data["token_ids"],
-                    positions=data["positions"],
-                    segments=columns.get("segment", []),
-                    tokens=columns.get("token", []),
-                    logprobs=np.asarray(columns.get("logprob", []), np.float32),
-                    logits=None if table.parts is None else table.parts[index],
-                    metadata=table.end["metadata"],
-                    response=table.end,
-                    columns=columns,
-                )
-            )
-        return results
+        return self._run(calls.score(sequences, logits, options))
 
-    def _post_for_table(
+    def score_rows(
         self,
-        path: str,
-        body: Mapping[str, Any],
+        sequences: Sequence[Context],
         *,
-        max_rows: int | None = None,
-        max_rows_of: Sequence[int | None] | None = None,
-    ) -> Table:
-        headers = {"content-type": "application/json", "accept": MEDIA_TYPE}
-        if self._api_key is not None:
-            headers["authorization"] = f"Bearer {self._api_key}"
-        connection = self._connection()
+        logits: LogitsDtype | None = "float16",
+        keep: bool = False,
+        **options: Unpack[ScoreOptions],
+    ) -> "RowStream[list[Score]]":
+        """Give out the rows that predict given tokens, as soon as the server has them.
+
+        See :meth:`score` and :meth:`chat_rows`. ``choice`` of a row is the index of its sequence.
+        """
+        return RowStream(self, calls.score(sequences, logits, options), keep=keep)
+
+    def divergence(
+        self,
+        p: Context,
+        q: Context,
+        completion: str | Sequence[int] | Mapping[str, Any] | None = None,
+        **options: Unpack[DivergenceOptions],
+    ) -> Divergence:
+        """Compare what two contexts say of the same tokens, at the server: no row travels.
+
+        The server answers when all is computed, so there is no stream; the result can be iterated.
+
+        Args:
+            p: A text, token ids, a conversation, or the wire's object.
+            q: Likewise.
+            completion: The tokens that follow both, as text or ids; ``None`` generates them from ``p``,
+                greedily unless a sampling field is given.
+            **options: Any other field of the request: ``log_base`` is 2 or "e", ``temperature`` is applied to
+                both rows before they are compared.
+
+        Raises:
+            APIError: The server refused or failed the request.
+            APIConnectionError: There was no answer.
+            IncompleteStreamError: The answer broke off.
+        """
+        return self._run(calls.divergence(p, q, completion, options))
+
+    def _run(self, call: RowsCall[Result] | JsonCall[Result]) -> Result:
+        running = self._batches(call, keeps=True)
         try:
+            while True:
+                next(running)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+
+    def _batches(
+        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool
+    ) -> Generator[Batch, None, Result]:
+        """Give out the batches of an answer as they come, and return its result."""
+        num_retries = 0
+        while True:
             try:
-                connection.request("POST", self._prefix + path, msgspec.json.encode(body), headers)
-                response = connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                raise ConnectionFailedError(f"no answer from {self._host}: {error}") from error
-            request_id = response.headers.get("x-request-id")
+                return (yield from self._attempt(call, keeps=keeps))
+            except (APIError, APIConnectionError) as error:
+                # One that comes behind the first batch is never retried, since it has no status.
+                delay_s = retry_delay_s(error, num_retries, self._config.max_retries)
+                if delay_s is None:
+                    raise
+            num_retries += 1
+            self._sleep(delay_s)
+
+    def _attempt(
+        self, call: RowsCall[Result] | JsonCall[Result], *, keeps: bool
+    ) -> Generator[Batch, None, Result]:
+        """Try once. A kept connection that the server has closed meanwhile does not count."""
+        if (connection := self._idle.take()) is not None:
+            exchange = Exchange(call, self._config, keeps=keeps)
             try:
-                if response.status != 200:
-                    raise APIError(response.status, _error_of(response.read()), request_id)
-                if response.headers.get_content_type() != MEDIA_TYPE:
-                    raise IncompleteStreamError(
-                        f"the answer is {response.headers.get_content_type()}, not Arrow"
-                    )
-                return read_table(
-                    response.readinto, max_rows=max_rows, max_rows_of=max_rows_of, request_id=request_id
-                )
-            except (OSError, http.client.HTTPException) as error:
-                raise IncompleteStreamError(f"the answer broke off: {error!r}") from error
+                return (yield from self._converse(connection, exchange))
+            except APITimeoutError:
+                raise
+            except APIConnectionError:
+                pass
+        exchange = Exchange(call, self._config, keeps=keeps)
+        return (yield from self._converse(_connect(self._config), exchange))
+
+    def _converse(
+        self, connection: socket.socket, exchange: Exchange[Result]
+    ) -> Generator[Batch, None, Result]:
+        """Send a request and read its answer; whatever ends it, the connection is kept or closed."""
+        try:
+            send_error = _send(connection, exchange.request)
+            answering = exchange.answer()
+            received: int | None = None
+            while True:
+                item = answering.send(received)
+                if not isinstance(item, memoryview):
+                    yield item
+                    received = None
+                    continue
+                try:
+                    received = connection.recv_into(item)
+                except OSError as error:
+                    cause = send_error or error
+                    raise exchange.failure(cause) from cause
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
         finally:
+            if exchange.may_follow:
+                self._idle.put(connection)
+            else:
+                connection.close()
+
+
+class RowStream(Generic[Result]):
+    """Rows of one answer, each as soon as the server has it.
+
+    The request is sent with the first row asked for. Closing the stream, or leaving its ``with`` block,
+    before its end ends the work at the server. An answer that is not whole raises where its rows end.
+    """
+
+    def __init__(self, client: Client, call: RowsCall[Result], *, keep: bool) -> None:
+        self._running = client._batches(call, keeps=keep)
+        self._ready: deque[Row] = deque()
+        self._results: list[Result] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Row:
+        """Return the next row.
+
+        Raises:
+            APIError: The server refused or failed the request.
+            APIConnectionError: There was no answer.
+            IncompleteStreamError: The answer broke off.
+        """
+        while not self._ready:
+            try:
+                self._ready.extend(calls.rows_of(next(self._running)))
+            except StopIteration as stop:
+                if stop.value is not None:
+                    self._results.append(stop.value)
+                raise
+        return self._ready.popleft()
+
+    @property
+    def result(self) -> Result:
+        """Return the whole answer, once all rows were read; it has the rows themselves only with ``keep``.
+
+        Raises:
+            RuntimeError: There are rows left, or the stream failed or was closed.
+        """
+        if not self._results:
+            raise RuntimeError("the result is there when all rows were read")
+        return self._results[0]
+
+    def close(self) -> None:
+        """End the work at the server, if it still goes on."""
+        self._ready.clear()
+        self._running.close()
+
+
+class _Idle:
+    """Connections that wait for the next call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._pid = os.getpid()
+
+    def take(self) -> socket.socket | None:
+        """Return a connection that the server has not closed, if there is one."""
+        while True:
+            with self._lock:
+                if self._pid != os.getpid():
+                    # A fork shares its parent's connections, and must not speak on them.
+                    self._connections, self._pid = [], os.getpid()
+                if not self._connections:
+                    return None
+                connection = self._connections.pop()
+            if not _is_readable(connection):
+                return connection
             connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._is_tls:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(
-                self._host, self._port, timeout=self._timeout_s, context=context
-            )
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+    def put(self, connection: socket.socket) -> None:
+        """Keep a connection for the next call."""
+        with self._lock:
+            if len(self._connections) < MAX_IDLE and self._pid == os.getpid():
+                self._connections.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
 
 
-def _max_rows(sequence: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:
-    """Return how many rows a sequence has, if its tokens are known here; what is wrong, the server says."""
-    token_ids, prompt_length = sequence.get("token_ids"), sequence.get("prompt_length")
-    if not isinstance(token_ids, Sequence):
-        return None
-    start = 1
-    if isinstance(prompt_length, int) and options.get("range") != "all":
-        start = max(1, prompt_length)
-    return max(0, len(token_ids) - start + bool(options.get("next_token")))
+def _is_readable(connection: socket.socket) -> bool:
+    """Tell whether bytes, or the end of the connection, came while nobody asked for any."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
-def _error_of(body: bytes) -> dict[str, Any]:
-    """Return the error of an envelope; a proxy may answer with something else."""
+def _connect(config: Config) -> socket.socket:
+    """Open a connection.
+
+    Raises:
+        APIConnectionError: It cannot be opened.
+    """
     try:
-        error = msgspec.json.decode(body)["error"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return {"message": body[:200].decode(errors="replace")}
-    return error if isinstance(error, dict) else {"message": str(error)}
+        connection = socket.create_connection((config.host, config.port), config.connect_timeout_s)
+    except OSError as error:
+        kind = APITimeoutError if isinstance(error, TimeoutError) else APIConnectionError
+        raise kind(f"no connection to {config.netloc}: {error}") from error
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if config.context is not None:
+            connection = config.context.wrap_socket(connection, server_hostname=config.host)
+        connection.settimeout(config.timeout_s)
+    except OSError as error:
+        connection.close()
+        raise APIConnectionError(f"no connection to {config.netloc}: {error}") from error
+    return connection
+
+
+def _send(connection: socket.socket, request: bytes) -> OSError | None:
+    """Send a request. A server may refuse it before it has read all, so a failure is not yet one.
+
+    Raises:
+        APITimeoutError: The server does not read.
+    """
+    try:
+        connection.sendall(request)
+    except TimeoutError as error:
+        raise APITimeoutError(f"the server did not take the request: {error}") from error
+    except OSError as error:
+        return error
+    return None

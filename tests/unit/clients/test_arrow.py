@@ -22,6 +22,7 @@ def stream(
     value = pa.float16() if kind is np.float16 else pa.float32()
     schema = pa.schema(
         [
+            ("choice", pa.int32()),
             ("token_id", pa.int32()),
             ("token", pa.utf8()),
             ("finish_reason", pa.utf8()),
@@ -36,6 +37,7 @@ def stream(
             numbers = range(total, total + num)
             rows = np.repeat(np.arange(total, total + num), V).astype(kind)
             columns = [
+                pa.array([0] * num, pa.int32()),
                 pa.array(numbers, pa.int32()),
                 pa.array(["é" * (each % 5) for each in numbers]),
                 pa.array([None if each % 2 else "stop" for each in numbers], pa.utf8()),
@@ -111,7 +113,7 @@ def test_a_stream_without_an_end_record_is_incomplete() -> None:
 
 
 def test_another_number_of_rows_than_the_end_record_says_is_incomplete() -> None:
-    with pytest.raises(IncompleteStreamError, match="2 rows came"):
+    with pytest.raises(IncompleteStreamError, match=r"\[2\] rows came"):
         read(stream([2], record=(END_KEY, {"rows": [3]})))
 
 
@@ -182,5 +184,7 @@ def test_rows_of_another_choice_than_expected_make_no_result() -> None:
         read(choices_stream([[0], [2]], [1, 0, 1]), max_rows_of=[1, 1])
     with pytest.raises(IncompleteStreamError, match=r"\[1, 2\] rows came"):
         read(choices_stream([[0], [1, 1]], [2, 1]), max_rows_of=[1, 1])
-    with pytest.raises(IncompleteStreamError, match="not all are of choices"):
-        read(stream([1]), max_rows_of=[1])
+    with pytest.raises(IncompleteStreamError, match=r"\[1\] rows came"):
+        read(choices_stream([[0]], [1, 2]), max_rows_of=[1, 2])
+    with pytest.raises(IncompleteStreamError, match="choices 0 to 0"):
+        read(choices_stream([[-1]], [1]), max_rows_of=[1])

@@ -1,0 +1,108 @@
+"""Where rows go: each choice's into one growing array, or each row into memory of its own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logitwire.errors import IncompleteStreamError
+
+Rows = NDArray[np.floating]
+"""(T, V) or (V,), float16 or float32."""
+
+FIRST_CAPACITY = 64
+
+MAX_FIRST_BYTES = 2**30
+"""Of a choice's array before any row came, however many rows are announced."""
+
+
+class Places(ABC):
+    """Gives out memory for the rows of batches, in their order."""
+
+    def __init__(self, width: int, dtype: np.dtype[Any]) -> None:
+        """Prepare.
+
+        Args:
+            width: V, values in a row.
+            dtype: Of a value.
+        """
+        self.width = width
+        self.dtype = dtype
+
+    @abstractmethod
+    def next(self, choices: Sequence[int]) -> list[Rows]:
+        """Return memory for the rows of a batch, given the choice of each: arrays (k, V), one behind another.
+
+        Raises:
+            IncompleteStreamError: There is no such choice.
+        """
+
+    def parts(self) -> list[Rows] | None:
+        """Return all rows of each choice, read-only (T, V), if they are kept."""
+        return None
+
+
+class Loose(Places):
+    """Each row has memory of its own, and lives as long as somebody holds it."""
+
+    def next(self, choices: Sequence[int]) -> list[Rows]:
+        """Return one array (1, V) per row."""
+        return [np.empty((1, self.width), self.dtype) for _ in choices]
+
+
+class Kept(Places):
+    """The rows of each choice lie in one array, however the choices interleave in the stream."""
+
+    def __init__(self, width: int, dtype: np.dtype[Any], max_rows_of: Sequence[int | None]) -> None:
+        """Prepare.
+
+        Args:
+            width: V, values in a row.
+            dtype: Of a value.
+            max_rows_of: For each choice how many rows may come, if that is known.
+        """
+        super().__init__(width, dtype)
+        self._of = [_Growing(width, dtype, max_rows) for max_rows in max_rows_of]
+
+    def next(self, choices: Sequence[int]) -> list[Rows]:
+        """Return one array per run of rows of one choice."""
+        if len(choices) == 1 and 0 <= choices[0] < len(self._of):
+            return [self._of[choices[0]].next(1)]
+        if not all(0 <= each < len(self._of) for each in choices):
+            raise IncompleteStreamError(f"not all rows are of choices 0 to {len(self._of) - 1}")
+        return [self._of[choice].next(len(list(run))) for choice, run in groupby(choices)]
+
+    def parts(self) -> list[Rows]:
+        """Return all rows of each choice, read-only (T, V)."""
+        return [each.view() for each in self._of]
+
+
+class _Growing:
+    """One array (T, V) that rows are received into."""
+
+    def __init__(self, width: int, dtype: np.dtype[Any], max_rows: int | None) -> None:
+        # Memory that no row reaches is never touched, so a large array costs nothing.
+        most = max(1, MAX_FIRST_BYTES // max(1, width * dtype.itemsize))
+        capacity = min(most, FIRST_CAPACITY if max_rows is None else max_rows)
+        self._array = np.empty((capacity, width), dtype)
+        self._num = 0
+
+    def next(self, num: int) -> Rows:
+        """Return the memory of the next ``num`` rows."""
+        end = self._num + num
+        if end > len(self._array):
+            larger = np.empty((max(2 * len(self._array), end), self._array.shape[1]), self._array.dtype)
+            larger[: self._num] = self._array[: self._num]
+            self._array = larger
+        place = self._array[self._num : end]
+        self._num = end
+        return place
+
+    def view(self) -> Rows:
+        """Return the rows that were given out, read-only."""
+        rows = self._array[: self._num]
+        rows.flags.writeable = False
+        return rows
