@@ -1,6 +1,7 @@
 """Client of the logitwire server: text, ids, logprobs and complete rows of logits, as numpy arrays."""
 
 from logitwire.aio import AsyncClient, AsyncRowStream
+from logitwire.alignment import Alignment, align, common_prefix
 from logitwire.client import Client, RowStream
 from logitwire.errors import (
     APIConnectionError,
@@ -18,13 +19,15 @@ from logitwire.errors import (
     ServerError,
     UnprocessableEntityError,
 )
-from logitwire.metrics import jsd
+from logitwire.files import RowFile, RowFileError, read_rows
+from logitwire.metrics import entropy, jsd, kl, logprobs_of, perplexity, tvd
 from logitwire.results import Divergence, DivergenceStep, Generation, Row, Score
 
 __all__ = [
     "APIConnectionError",
     "APIError",
     "APITimeoutError",
+    "Alignment",
     "AsyncClient",
     "AsyncRowStream",
     "AuthenticationError",
@@ -41,9 +44,19 @@ __all__ = [
     "PermissionDeniedError",
     "RateLimitError",
     "Row",
+    "RowFile",
+    "RowFileError",
     "RowStream",
     "Score",
     "ServerError",
     "UnprocessableEntityError",
+    "align",
+    "common_prefix",
+    "entropy",
     "jsd",
+    "kl",
+    "logprobs_of",
+    "perplexity",
+    "read_rows",
+    "tvd",
 ]

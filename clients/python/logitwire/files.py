@@ -1,0 +1,239 @@
+"""Answers with rows that were saved to a file: Arrow streams, Arrow files and Parquet.
+
+A stream is what the server sends, saved as it came, by ``curl`` for instance. Only its end record shows
+that it is whole, so a stream without one is refused. Arrow files and Parquet have a footer that does the
+same. Files are mapped into memory: rows are read from the disk when they are used, and not before.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from logitwire.arrow import END_KEY, ERROR_KEY, RESPONSE_KEY
+from logitwire.errors import IncompleteStreamError, LogitwireError
+from logitwire.views import ChunkedRows, PickedRows, SlicedRows
+
+ARROW_FILE_MARK = b"ARROW1"
+PARQUET_MARK = b"PAR1"
+STREAM_MARK = b"\xff\xff\xff\xff"
+
+
+class RowFileError(LogitwireError, ValueError):
+    """The file holds no rows of an answer, or not those that were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowFile:
+    """The rows of one choice in a file.
+
+    Attributes:
+        token_ids: T ids.
+        tokens: T token texts; the ids in words, such as ``token_id:5``, if the file has no texts.
+        logprobs: float32 (T,), as the server computed them; ``None`` if the file has none.
+        logits: (T, V) float16 or float32, sliced like an array; read from the file when they are used.
+            ``None`` if the file has none. ``numpy.asarray`` loads them all.
+        response: The answer without rows: the end record if there is one, else what the schema says.
+        columns: The other columns of these rows, by name.
+    """
+
+    token_ids: list[int]
+    tokens: list[str]
+    logprobs: NDArray[np.float32] | None
+    logits: SlicedRows | None
+    response: dict[str, Any]
+    columns: dict[str, list[Any]]
+
+    @property
+    def text(self) -> str:
+        """What the tokens say."""
+        return "".join(self.tokens)
+
+
+def read_rows(path: str | Path, *, choice: int | None = None) -> RowFile:
+    """Read an answer from a file of any of the three kinds; the rows of its prompt are left out.
+
+    Args:
+        path: An Arrow stream, an Arrow file, or Parquet; its first bytes say which.
+        choice: Which choice, or which sequence of a scoring; needed only if there are several.
+
+    Raises:
+        OSError: The file cannot be read.
+        IncompleteStreamError: A stream broke off.
+        RowFileError: It is no such file, or has several choices, or not this one.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        mark = file.read(6)
+    try:
+        if mark == ARROW_FILE_MARK:
+            whole = _read_arrow_file(path)
+        elif mark.startswith(PARQUET_MARK):
+            whole = _read_parquet(path)
+        elif mark.startswith(STREAM_MARK):
+            whole = _read_stream(path)
+        else:
+            raise RowFileError(f"{path} is no Arrow stream, no Arrow file and no Parquet{_hint(path)}")
+    except pa.ArrowInvalid as error:
+        raise RowFileError(f"{path} cannot be read: {error}") from error
+    return _pick(path, whole, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """All rows of a file."""
+
+    columns: dict[str, list[Any]]
+    logits: ChunkedRows | None
+    response: dict[str, Any]
+
+
+def _read_stream(path: Path) -> _Whole:
+    batches: list[pa.RecordBatch] = []
+    end: dict[str, Any] | None = None
+    try:
+        reader = pa.ipc.open_stream(pa.memory_map(str(path)))
+        for batch, custom_metadata in _with_metadata(reader):
+            if ERROR_KEY in custom_metadata:
+                error = msgspec.json.decode(custom_metadata[ERROR_KEY]).get("error", {})
+                raise IncompleteStreamError(
+                    f"{path}: the server failed in the middle: {error.get('message')}"
+                )
+            if END_KEY in custom_metadata:
+                end = msgspec.json.decode(custom_metadata[END_KEY])
+            batches.append(batch)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise IncompleteStreamError(f"{path} breaks off in the middle of a message") from error
+    num = sum(map(len, batches))
+    if end is None:
+        raise IncompleteStreamError(f"{path} breaks off after {num} rows: it has no end record")
+    if sum(end.get("rows", ())) != num:
+        raise IncompleteStreamError(f"{path} has {num} rows, but its end record says {end.get('rows')}")
+    return _whole(reader.schema, batches, end)
+
+
+def _with_metadata(reader: Any) -> Iterator[tuple[pa.RecordBatch, dict[bytes, bytes]]]:
+    while True:
+        try:
+            batch, custom_metadata = reader.read_next_batch_with_custom_metadata()
+        except StopIteration:
+            return
+        yield batch, dict(custom_metadata or {})
+
+
+def _read_arrow_file(path: Path) -> _Whole:
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    read = [reader.get_batch_with_custom_metadata(place) for place in range(reader.num_record_batches)]
+    ends = [metadata[END_KEY] for _, metadata in read if metadata and END_KEY in metadata]
+    return _whole(
+        reader.schema, [batch for batch, _ in read], msgspec.json.decode(ends[-1]) if ends else None
+    )
+
+
+def _read_parquet(path: Path) -> _Whole:
+    file = pq.ParquetFile(path, memory_map=True)
+    schema = file.schema_arrow
+    small = [name for name in schema.names if name != "logits"]
+    columns = file.read(columns=small).to_pydict()
+    groups = range(file.metadata.num_row_groups)
+    lengths = [file.metadata.row_group(place).num_rows for place in groups]
+    return _Whole(columns, group_rows(file, list(groups), lengths), _response(schema))
+
+
+def group_rows(file: pq.ParquetFile, groups: Sequence[int], lengths: Sequence[int]) -> ChunkedRows | None:
+    """Return the column ``logits`` of row groups, if there is one; one group at a time is in memory."""
+    if "logits" not in file.schema_arrow.names:
+        return None
+    kind = file.schema_arrow.field("logits").type
+    kept: dict[int, NDArray[Any]] = {}
+
+    def load(number: int) -> NDArray[Any]:
+        if number not in kept:
+            kept.clear()
+            column = file.read_row_group(groups[number], columns=["logits"])["logits"].combine_chunks()
+            kept[number] = _values(column, kind.list_size)
+        return kept[number]
+
+    return ChunkedRows(load, lengths, kind.list_size, kind.value_type.to_pandas_dtype())
+
+
+def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, Any] | None) -> _Whole:
+    small = [name for name in schema.names if name != "logits"]
+    columns: dict[str, list[Any]] = {name: [] for name in small}
+    for batch in batches:
+        for name in small:
+            columns[name] += batch[name].to_pylist()
+    rows = None
+    if "logits" in schema.names:
+        kind = schema.field("logits").type
+        filled = [batch for batch in batches if len(batch)]
+        rows = ChunkedRows(
+            lambda place: _values(filled[place]["logits"], kind.list_size),
+            [len(batch) for batch in filled],
+            kind.list_size,
+            kind.value_type.to_pandas_dtype(),
+        )
+    return _Whole(columns, rows, _response(schema) if end is None else end)
+
+
+def _values(column: Any, width: int) -> NDArray[Any]:
+    """Return the rows (k, V) of a column without copying them."""
+    rows: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=True).reshape(-1, width)
+    return rows
+
+
+def _response(schema: pa.Schema) -> dict[str, Any]:
+    response: dict[str, Any] = msgspec.json.decode((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
+    return response
+
+
+def _pick(path: Path, whole: _Whole, choice: int | None) -> RowFile:
+    """Return the rows of one choice, in the order of their positions."""
+    columns = whole.columns
+    if "token_id" not in columns:
+        raise RowFileError(f"{path} has no column token_id; it has {', '.join(columns) or 'none'}")
+    num = len(columns["token_id"])
+    is_scoring = whole.response.get("object") == "logits"
+    segments = columns.get("segment") or [""] * num
+    choices = columns.get("choice") or [0] * num
+    there = sorted(set(choices))
+    if choice is None:
+        if len(there) > 1:
+            raise RowFileError(f"{path} has the choices {', '.join(map(str, there))}; name one")
+        choice = there[0] if there else 0
+    elif num and choice not in there:
+        raise RowFileError(f"{path} has no choice {choice}; it has {', '.join(map(str, there))}")
+    places = [
+        place
+        for place in range(num)
+        if choices[place] == choice and (is_scoring or segments[place] != "prompt")
+    ]
+    own = {name: [values[place] for place in places] for name, values in columns.items()}
+    rows: SlicedRows | None = whole.logits
+    if whole.logits is not None and len(places) < num:
+        rows = PickedRows(whole.logits, places)
+    return RowFile(
+        token_ids=own["token_id"],
+        tokens=own.get("token") or [f"token_id:{token_id}" for token_id in own["token_id"]],
+        logprobs=np.asarray(own["logprob"], np.float32) if "logprob" in own else None,
+        logits=rows,
+        response=whole.response,
+        columns=own,
+    )
+
+
+def _hint(path: Path) -> str:
+    """Return what a file that begins like JSON probably is."""
+    with path.open("rb") as file:
+        begins = file.read(200)
+    if not begins:
+        return "; it is empty"
+    if begins.lstrip().startswith(b"{"):
+        return f"; it is JSON, perhaps a refusal: {begins.decode(errors='replace')}"
+    return ""
