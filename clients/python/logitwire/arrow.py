@@ -39,10 +39,12 @@ class Batch:
     """Rows that came together.
 
     Attributes:
+        schema: Of their stream, with its metadata.
         columns: The small columns, one value per row.
         places: Arrays (k, V) that hold the rows, one behind another; ``None`` without a column of rows.
     """
 
+    schema: pa.Schema
     columns: dict[str, list[Any]]
     places: list[Rows] | None
 
@@ -107,7 +109,7 @@ def read_stream(
         if head.is_compressed:
             batch = yield from _compressed(source, message, schema, places)
         else:
-            batch = yield from _plain(source, head, small, places)
+            batch = yield from _plain(source, head, schema, small, places)
         if head.num_rows:
             num_rows += head.num_rows
             for name, values in batch.columns.items():
@@ -183,13 +185,13 @@ def _fill(source: Source, view: memoryview) -> Receiving[None]:
 
 
 def _plain(
-    source: Source, head: ipc.Head, small: Sequence[Column], places: Places | None
+    source: Source, head: ipc.Head, schema: pa.Schema, small: Sequence[Column], places: Places | None
 ) -> Receiving[Batch]:
     """Receive a body: rows into their places, the other columns into lists."""
     if places is None or not head.num_rows:
         body = bytearray(head.body_length)
         yield from _fill(source, memoryview(body))
-        return Batch(read_columns(small, head, body), None)
+        return Batch(schema, read_columns(small, head, body), None)
     at, length = head.buffers[-1] if head.buffers else (0, -1)
     rest = head.body_length - at - length
     if length != head.num_rows * places.width * places.dtype.itemsize or at < 0 or rest < 0:
@@ -203,7 +205,7 @@ def _plain(
         yield from _fill(source, _bytes_of(place))
     if rest:
         yield from _fill(source, memoryview(bytearray(rest)))
-    return Batch(columns, given)
+    return Batch(schema, columns, given)
 
 
 def _compressed(
@@ -218,13 +220,13 @@ def _compressed(
     except (pa.ArrowException, ValueError, OSError) as error:
         raise IncompleteStreamError("a batch of the stream cannot be read") from error
     if places is None or not batch.num_rows:
-        return Batch(columns, None)
+        return Batch(schema, columns, None)
     given = places.next(columns["choice"])
     received = batch["logits"].flatten().to_numpy().reshape(-1, places.width)
     for place in given:
         place[:] = received[: len(place)]
         received = received[len(place) :]
-    return Batch(columns, given)
+    return Batch(schema, columns, given)
 
 
 def _bytes_of(place: Rows) -> memoryview:
