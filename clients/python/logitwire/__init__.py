@@ -2,6 +2,7 @@
 
 from logitwire.aio import AsyncClient, AsyncRowStream
 from logitwire.alignment import Alignment, align, common_prefix
+from logitwire.capture import Capture, CaptureError, check_capture, open_capture
 from logitwire.client import Client, RowStream
 from logitwire.errors import (
     APIConnectionError,
@@ -32,6 +33,8 @@ __all__ = [
     "AsyncRowStream",
     "AuthenticationError",
     "BadRequestError",
+    "Capture",
+    "CaptureError",
     "Client",
     "ContextLengthError",
     "Divergence",
@@ -51,11 +54,13 @@ __all__ = [
     "ServerError",
     "UnprocessableEntityError",
     "align",
+    "check_capture",
     "common_prefix",
     "entropy",
     "jsd",
     "kl",
     "logprobs_of",
+    "open_capture",
     "perplexity",
     "read_rows",
     "tvd",
