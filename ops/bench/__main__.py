@@ -1,17 +1,18 @@
-"""Measures the bars and prints them: ``python -m ops.bench [PART ...]``."""
+"""Measures the bars and prints them: ``python -m ops.bench [PART ...]``; ``--help`` names the parts."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from ops.bench import asking, float16, scoring, serve, transport
+from ops.bench import asking, client, float16, scoring, serve, transport
 from ops.bench.bars import Bar, Options, machine, save, table, versions
 
 PARTS = {
     "equal": serve.equal,
     "asking": asking.run,
     "transport": transport.run,
+    "client": client.run,
     "scoring": scoring.run,
     "float16": float16.run,
     "mixed": serve.mixed,

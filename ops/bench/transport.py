@@ -13,20 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import EngineConfig
-from engine.fake import byte_tokenizer
-from engine.segments import Segment
-from engine.types import ModelInfo, RowDtype, TokenEvent
 from logitwire import Client
 from logitwire.arrow import read_table
 from ops.bench.bars import Bar, Options, interleaved, seconds
+from ops.bench.recorded import recorded_pieces
 from ops.bench.transport_server import ROW_BYTES, VOCAB_SIZE
 from ops.process import ServerProcess
 from schemas.arrow import MEDIA_TYPE
-from schemas.chat import AssistantMessage, ChatChoice, ChatCompletion
-from schemas.logits import PromptTokensDetails, Usage
-from service.arrow import RowWriter
-from service.convert.choice import Token
-from service.convert.plan import Plan
 
 NUM_ROWS = 64
 STREAMED_ROWS = 1000
@@ -152,64 +145,12 @@ def _memory_growth(server: ServerProcess) -> int:
     return largest
 
 
-def _plan() -> Plan:
-    info = ModelInfo(
-        name="x", vocab_size=VOCAB_SIZE, tokenizer_vocab_size=261, dtype="float32", max_model_len=4096
-    )
-    return Plan(
-        id="x",
-        object="chat.completion",
-        created=0,
-        model="x",
-        info=info,
-        encoding="b64_fp16",
-        wants_rows=True,
-        wants_entries=False,
-        num_top_logprobs=0,
-        wants_token_ids=False,
-        do_sample=False,
-        arrow_compression=None,
-        prompts=((1,),),
-    )
-
-
-_TOKENS = [
-    Token(
-        TokenEvent(97, ("a",), 0.0, row=np.full(VOCAB_SIZE, place, RowDtype.FLOAT16.value)), Segment.CONTENT
-    )
-    for place in range(NUM_ROWS)
-]
-
-
-def _stream() -> list[memoryview]:
-    writer = RowWriter(_plan(), byte_tokenizer())
-    pieces = [piece for token in _TOKENS for piece in writer.write(0, [token], None)]
-    choice = ChatChoice(
-        index=0, message=AssistantMessage(content=""), logprobs=None, finish_reason="stop", stop_reason=None
-    )
-    completion = ChatCompletion(
-        id="x",
-        created=0,
-        model="x",
-        choices=[choice],
-        usage=Usage(
-            prompt_tokens=1,
-            completion_tokens=NUM_ROWS,
-            total_tokens=NUM_ROWS + 1,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
-        ),
-        metadata=_plan().metadata(),
-        rows=[NUM_ROWS],
-    )
-    return pieces + writer.end(completion)
-
-
 def _encode() -> float:
-    return seconds(_stream)
+    return seconds(lambda: recorded_pieces(NUM_ROWS))
 
 
 def _decoder() -> Callable[[], float]:
-    body = b"".join(_stream())
+    body = b"".join(recorded_pieces(NUM_ROWS))
 
     def decode() -> float:
         source = io.BytesIO(body)

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from logitwire import ipc
-from logitwire.columns import Column, read_columns
+from logitwire.columns import Column, ColumnReader
 from logitwire.errors import IncompleteStreamError, api_error
 from logitwire.http import Receiving, Source
 from logitwire.rows import Kept, Loose, Places, Rows
@@ -98,8 +98,8 @@ def read_stream(
         raise IncompleteStreamError("the stream does not begin with a schema")
     schema, response = _schema(first.metadata)
     yield from _fill(source, memoryview(bytearray(first.head.body_length)))
-    small = [Column.of(each.name, each.type) for each in schema if each.name != "logits"]
-    columns: dict[str, list[Any]] = {each.name: [] for each in small}
+    reader = ColumnReader([Column(each.name, each.type) for each in schema if each.name != "logits"])
+    columns: dict[str, list[Any]] = {name: [] for name in reader.names}
     places = _places(schema, max_rows_of if keeps else None)
     end: dict[str, Any] | None = None
     num_rows = 0
@@ -109,7 +109,7 @@ def read_stream(
         if head.is_compressed:
             batch = yield from _compressed(source, message, schema, places)
         else:
-            batch = yield from _plain(source, head, schema, small, places)
+            batch = yield from _plain(source, head, schema, reader, places)
         if head.num_rows:
             num_rows += head.num_rows
             for name, values in batch.columns.items():
@@ -149,6 +149,9 @@ def read_table(
 class _Function:
     """A source that asks for nothing but bytes."""
 
+    def take(self, size: int) -> None:
+        return None
+
     def fill(self, view: memoryview) -> Receiving[int]:
         at = 0
         while at < len(view) and (got := (yield view[at:])):
@@ -166,17 +169,19 @@ class _Message:
 
 def _message(source: Source) -> Receiving[_Message | None]:
     """Receive the metadata of the next message; ``None`` at the end-of-stream mark."""
-    frame = bytearray(8)
-    yield from _fill(source, memoryview(frame))
-    mark, length = _FRAME.unpack(frame)
+    mark, length = _FRAME.unpack(source.take(8) or (yield from _bytes(source, 8)))
     if mark != ipc.CONTINUATION or length < 0:
         raise IncompleteStreamError("this is no Arrow stream")
     if length == 0:
         return None
-    metadata = bytearray(length)
-    yield from _fill(source, memoryview(metadata))
-    whole = bytes(metadata)
-    return _Message(whole, ipc.parse(whole))
+    metadata = source.take(length) or (yield from _bytes(source, length))
+    return _Message(metadata, ipc.parse(metadata))
+
+
+def _bytes(source: Source, size: int) -> Receiving[bytes]:
+    received = bytearray(size)
+    yield from _fill(source, memoryview(received))
+    return bytes(received)
 
 
 def _fill(source: Source, view: memoryview) -> Receiving[None]:
@@ -185,26 +190,25 @@ def _fill(source: Source, view: memoryview) -> Receiving[None]:
 
 
 def _plain(
-    source: Source, head: ipc.Head, schema: pa.Schema, small: Sequence[Column], places: Places | None
+    source: Source, head: ipc.Head, schema: pa.Schema, reader: ColumnReader, places: Places | None
 ) -> Receiving[Batch]:
     """Receive a body: rows into their places, the other columns into lists."""
     if places is None or not head.num_rows:
-        body = bytearray(head.body_length)
-        yield from _fill(source, memoryview(body))
-        return Batch(schema, read_columns(small, head, body), None)
+        columns = reader.read(head, (yield from _bytes(source, head.body_length)))
+        return Batch(schema, columns, None)
     at, length = head.buffers[-1] if head.buffers else (0, -1)
     rest = head.body_length - at - length
-    if length != head.num_rows * places.width * places.dtype.itemsize or at < 0 or rest < 0:
+    if length != head.num_rows * places.row_bytes or at < 0 or rest < 0:
         raise IncompleteStreamError("a batch of the stream does not hold as many rows as it says")
     # The other columns come first in the body, and say whose rows follow.
-    body = bytearray(at)
-    yield from _fill(source, memoryview(body))
-    columns = read_columns(small, head, body)
+    columns = reader.read(head, source.take(at) or (yield from _bytes(source, at)))
     given = places.next(columns["choice"])
     for place in given:
-        yield from _fill(source, _bytes_of(place))
+        view = _bytes_of(place)
+        if (yield from source.fill(view)) < len(view):
+            raise IncompleteStreamError("the stream broke off in the middle of a row")
     if rest:
-        yield from _fill(source, memoryview(bytearray(rest)))
+        yield from _bytes(source, rest)
     return Batch(schema, columns, given)
 
 

@@ -1,4 +1,4 @@
-"""The small columns of a record batch: everything but the rows."""
+"""The small columns of record batches: everything but the rows."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -13,67 +13,113 @@ from logitwire.ipc import Head
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One of the small columns.
-
-    Attributes:
-        form: Of a value, if it is a number.
-        is_text: Whether it is UTF-8.
-        is_binary: Whether it is bytes.
-    """
+    """One of the small columns."""
 
     name: str
     kind: pa.DataType
-    form: struct.Struct | None
-    is_text: bool
-    is_binary: bool
 
-    @classmethod
-    def of(cls, name: str, kind: pa.DataType) -> "Column":
-        """Return the column of a field."""
-        return cls(name, kind, _FORMS.get(kind), kind == pa.utf8(), kind == pa.binary())
 
-    def cell(
-        self, body: bytearray, buffers: Iterator[tuple[int, int]], nodes: Iterator[tuple[int, int]]
-    ) -> Any:
-        """Return the only value in a body of one row; pyarrow's arrays would cost more than the row."""
-        if self.form is None and not self.is_text and not self.is_binary:
-            return _array(self.kind, pa.py_buffer(body), buffers, nodes).to_pylist()[0]
+class ColumnReader:
+    """Reads the small columns of a stream's batches.
+
+    Most batches have one row, and pyarrow's arrays would cost more than that. The head of such a batch says
+    where its values are, and is the same again and again, so one :class:`struct.Struct` reads them all.
+    """
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        """Prepare.
+
+        Args:
+            columns: In the order of the stream.
+        """
+        self.names = [each.name for each in columns]
+        self._columns = columns
+        self._forms: dict[Head, _Form | None] = {}
+
+    def read(self, head: Head, body: bytes) -> dict[str, list[Any]]:
+        """Return the values of a batch, given its body up to the rows.
+
+        Raises:
+            IncompleteStreamError: The body does not hold what its head says.
+        """
+        try:
+            if head.num_rows == 1:
+                if head not in self._forms:
+                    self._forms[head] = _form_of(self._columns, head)
+                form = self._forms[head]
+                if form is not None:
+                    return form.read(body)
+            values = self._read_arrays(head, body) if head.num_rows else {}
+        except (StopIteration, struct.error, ValueError, IndexError, pa.ArrowException) as error:
+            raise IncompleteStreamError("a batch of the stream cannot be read") from error
+        if any(len(each) != head.num_rows for each in values.values()):
+            raise IncompleteStreamError("a batch of the stream has columns of different lengths")
+        return values
+
+    def _read_arrays(self, head: Head, body: bytes) -> dict[str, list[Any]]:
+        whole, buffers, nodes = pa.py_buffer(body), iter(head.buffers), iter(head.nodes)
+        return {each.name: _array(each.kind, whole, buffers, nodes).to_pylist() for each in self._columns}
+
+
+NUMBER, NULL, TEXT, BYTES = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Where the values of one row are.
+
+    Attributes:
+        values: All numbers and strings of the body, in their order.
+        places: For each column its name, its first place among these, and what it is.
+    """
+
+    values: struct.Struct
+    places: list[tuple[str, int, int]]
+
+    def read(self, body: bytes) -> dict[str, list[Any]]:
+        """Return the one value of each column."""
+        found = self.values.unpack_from(body)
+        row: dict[str, list[Any]] = {}
+        for name, place, kind in self.places:
+            if kind == NUMBER:
+                row[name] = [found[place]]
+            elif kind == NULL:
+                row[name] = [None]
+            else:
+                # Behind the two offsets stands the string.
+                value = found[place + 2][found[place] : found[place + 1]]
+                row[name] = [value.decode() if kind == TEXT else value]
+        return row
+
+
+_NUMBERS = {pa.int32(): "i", pa.float32(): "f"}
+_STRINGS = {pa.utf8(): TEXT, pa.binary(): BYTES}
+
+
+def _form_of(columns: Sequence[Column], head: Head) -> _Form | None:
+    """Return how to read a batch of one row; ``None`` if it has columns of lists."""
+    form, end, num_values = "<", 0, 0
+    places = []
+    buffers, nodes = iter(head.buffers), iter(head.nodes)
+    for column in columns:
+        number, string = _NUMBERS.get(column.kind), _STRINGS.get(column.kind)
+        if number is None and string is None:
+            return None
         _, null_count = next(nodes)
         next(buffers)  # the validity bitmap
         at, _ = next(buffers)
-        if self.form is not None:
-            return None if null_count else self.form.unpack_from(body, at)[0]
-        values_at, _ = next(buffers)
-        if null_count:
-            return None
-        start, stop = _OFFSETS.unpack_from(body, at)
-        value = bytes(body[values_at + start : values_at + stop])
-        return value.decode() if self.is_text else value
-
-
-def read_columns(columns: Sequence[Column], head: Head, body: bytearray) -> dict[str, list[Any]]:
-    """Return the values of the small columns in the body of a batch.
-
-    Raises:
-        IncompleteStreamError: The body does not hold what its head says.
-    """
-    if not head.num_rows:
-        return {}
-    buffers, nodes = iter(head.buffers), iter(head.nodes)
-    try:
-        if head.num_rows == 1:
-            return {each.name: [each.cell(body, buffers, nodes)] for each in columns}
-        whole = pa.py_buffer(body)
-        values = {each.name: _array(each.kind, whole, buffers, nodes).to_pylist() for each in columns}
-    except (StopIteration, struct.error, ValueError, IndexError, pa.ArrowException) as error:
-        raise IncompleteStreamError("a batch of the stream cannot be read") from error
-    if any(len(each) != head.num_rows for each in values.values()):
-        raise IncompleteStreamError("a batch of the stream has columns of different lengths")
-    return values
-
-
-_FORMS = {pa.int32(): struct.Struct("<i"), pa.float32(): struct.Struct("<f")}
-_OFFSETS = struct.Struct("<2i")
+        # Each buffer lies behind the one before; where they do not, there is no such format.
+        form += f"{at - end}x{number or '2i'}"
+        end = at + struct.calcsize(f"<{number or '2i'}")
+        kind = NUMBER if string is None else string
+        places.append((column.name, num_values, NULL if null_count else kind))
+        num_values += 1 if string is None else 2
+        if string is not None:
+            at, length = next(buffers)
+            form += f"{at - end}x{length}s"
+            end = at + length
+            num_values += 1
+    return _Form(struct.Struct(form), places)
 
 
 def _array(

@@ -23,6 +23,9 @@ BUFFER_BYTES = 8192
 MAX_HEAD_BYTES = 2**16
 MAX_CHUNK_LINE_BYTES = 4096
 
+# The end of a chunk, and the size of the next one unless it is the last.
+_USUAL_CHUNK = re.compile(rb"\r\n([1-9A-Fa-f][0-9A-Fa-f]{0,14})\r\n")
+
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?\r?\n")
 
 
@@ -32,6 +35,9 @@ class BrokenAnswerError(Exception):
 
 class Source(Protocol):
     """Where a body comes from."""
+
+    def take(self, size: int) -> bytes | None:
+        """Return the next bytes if all of them are here already."""
 
     def fill(self, view: memoryview) -> Receiving[int]:
         """Fill a buffer; return how much came, which is less only at the end of the body."""
@@ -61,32 +67,32 @@ class Incoming:
     """The bytes that a connection brings.
 
     Attributes:
+        buffer: Holds the bytes from ``start`` to ``stop``, which came and were not read yet.
         has_begun: Whether any byte of the current answer came.
     """
 
     def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._stop = 0
+        self.buffer = bytearray(BUFFER_BYTES)
+        self.view = memoryview(self.buffer)
+        self.start = self.stop = 0
         self.has_begun = False
 
     @property
     def is_empty(self) -> bool:
         """Tell whether all bytes that came were read."""
-        return self._start == self._stop
+        return self.start == self.stop
 
-    def some(self, view: memoryview) -> Receiving[int]:
-        """Receive some bytes into a buffer that is not empty; 0 at the end of the connection."""
-        if self._start == self._stop:
-            if len(view) >= BUFFER_BYTES:
-                got = yield view
-                self.has_begun |= got > 0
-                return got
-            self._start, self._stop = 0, (yield self._buffer)
-            self.has_begun |= self._stop > 0
-        got = min(len(view), self._stop - self._start)
-        view[:got] = self._buffer[self._start : self._start + got]
-        self._start += got
-        return got
+    def take(self, size: int) -> bytes:
+        """Return so many bytes; they must be here."""
+        start = self.start
+        self.start += size
+        return bytes(self.view[start : self.start])
+
+    def refill(self) -> Receiving[int]:
+        """Receive some bytes into the buffer, which must be empty; 0 at the end of the connection."""
+        self.start, self.stop = 0, (yield self.view)
+        self.has_begun |= self.stop > 0
+        return self.stop
 
     def line(self, limit: int) -> Receiving[bytes]:
         """Receive up to a line feed, which is part of the result.
@@ -96,19 +102,14 @@ class Incoming:
         """
         line = b""
         while True:
-            if self._start == self._stop:
-                self._start, self._stop = 0, (yield self._buffer)
-                if not self._stop:
-                    raise BrokenAnswerError("the server closed the connection")
-                self.has_begun = True
-            here = bytes(self._buffer[self._start : self._stop])
-            end = here.find(b"\n") + 1
-            line += here[:end] if end else here
-            self._start += end or len(here)
+            end = self.buffer.find(b"\n", self.start, self.stop) + 1
+            line += self.take((end or self.stop) - self.start)
             if len(line) > limit:
                 raise BrokenAnswerError("the answer has a line that is too long")
             if end:
                 return line
+            if not (yield from self.refill()):
+                raise BrokenAnswerError("the server closed the connection")
 
     def head(self) -> Receiving[Head]:
         """Receive the head of an answer; interim ones (1xx) are passed over.
@@ -163,28 +164,46 @@ class Body:
         """Tell whether all of the body was read, and another answer may follow it."""
         return self._is_over and self._keeps_alive and self._incoming.is_empty
 
+    def take(self, size: int) -> bytes | None:
+        """Return the next bytes if all of them are here already."""
+        incoming = self._incoming
+        if not self._left and self._is_chunked and not self._begin_chunk_here():
+            return None
+        if size > incoming.stop - incoming.start or (self._is_bounded and size > self._left):
+            return None
+        self._left -= size
+        return incoming.take(size)
+
     def fill(self, view: memoryview) -> Receiving[int]:
         """Fill a buffer; return how much came, which is less only at the end of the body.
 
         Raises:
             BrokenAnswerError: The connection ended before the body did.
         """
+        incoming = self._incoming
         at, size = 0, len(view)
         while at < size and not self._is_over:
             if self._is_chunked and not self._left:
-                yield from self._begin_chunk()
+                if not self._begin_chunk_here():
+                    yield from self._begin_chunk()
                 continue
-            got = yield from self._incoming.some(
-                view[at : at + self._left] if self._is_bounded else view[at:]
-            )
+            wanted = min(size - at, self._left) if self._is_bounded else size - at
+            got = min(wanted, incoming.stop - incoming.start)
+            if got:
+                view[at : at + got] = incoming.view[incoming.start : incoming.start + got]
+                incoming.start += got
+            elif wanted >= BUFFER_BYTES:
+                got = yield view[at : at + wanted]
+            elif (yield from incoming.refill()):
+                continue
             at += got
+            self._left -= got
             if not got:
                 if self._is_bounded:
                     raise BrokenAnswerError("the server closed the connection")
                 self._is_over = True
-            elif self._is_bounded:
-                self._left -= got
-                self._is_over = not self._left and not self._is_chunked
+            elif self._is_bounded and not self._left:
+                self._is_over = not self._is_chunked
         return at
 
     def read(self, limit: int) -> Receiving[bytes]:
@@ -200,6 +219,16 @@ class Body:
             if len(whole) > limit:
                 raise BrokenAnswerError(f"the answer is longer than {limit} bytes")
         return bytes(whole)
+
+    def _begin_chunk_here(self) -> bool:
+        """Read the head of the next chunk, if it is here and of the usual kind; tell whether it was."""
+        incoming = self._incoming
+        match = _USUAL_CHUNK.match(incoming.buffer, incoming.start, incoming.stop)
+        if match is None or not self._has_chunk:
+            return False
+        self._left = int(match[1], 16)
+        incoming.start = match.end()
+        return True
 
     def _begin_chunk(self) -> Receiving[None]:
         """Receive the head of the next chunk; the last one brings the end of the body, trailers included."""

@@ -16,9 +16,9 @@ CACHED_HEAD_BYTES = 4096
 """Heads up to this size are parsed once: those of single rows are the same again and again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """What the metadata of an IPC message says of its body."""
+    """What the metadata of an IPC message says of its body. Equal ones may be one object."""
 
     kind: int
     body_length: int

@@ -31,6 +31,7 @@ class Places(ABC):
         """
         self.width = width
         self.dtype = dtype
+        self.row_bytes = width * dtype.itemsize
 
     @abstractmethod
     def next(self, choices: Sequence[int]) -> list[Rows]:
