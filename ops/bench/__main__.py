@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from ops.bench import asking, client, float16, scoring, serve, transport
+from ops.bench import asking, client, float16, metrics, scoring, serve, transport
 from ops.bench.bars import Bar, Options, machine, save, table, versions
 
 PARTS = {
@@ -15,6 +15,7 @@ PARTS = {
     "client": client.run,
     "scoring": scoring.run,
     "float16": float16.run,
+    "metrics": metrics.run,
     "mixed": serve.mixed,
 }
 

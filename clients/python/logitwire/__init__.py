@@ -21,8 +21,10 @@ from logitwire.errors import (
     UnprocessableEntityError,
 )
 from logitwire.files import RowFile, RowFileError, read_rows
+from logitwire.iterations import Comparison, Iteration
 from logitwire.metrics import entropy, jsd, kl, logprobs_of, perplexity, tvd
 from logitwire.results import Divergence, DivergenceStep, Generation, Row, Score
+from logitwire.tracker import IterationTracker
 
 __all__ = [
     "APIConnectionError",
@@ -36,11 +38,14 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Client",
+    "Comparison",
     "ContextLengthError",
     "Divergence",
     "DivergenceStep",
     "Generation",
     "IncompleteStreamError",
+    "Iteration",
+    "IterationTracker",
     "LogitwireError",
     "NotFoundError",
     "OverloadedError",

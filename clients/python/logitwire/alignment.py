@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitwire.metrics import Base, jsd
-from logitwire.views import PickedRows, Rows, as_rows
+from logitwire.views import PickedRows, RowsLike, as_rows
 
 Kind: TypeAlias = Literal["same prefix", "same token"]
 
@@ -48,7 +48,7 @@ class Alignment:
         return Alignment(self.a_positions[:num], self.b_positions[:num], num)
 
     def jsd(
-        self, rows_a: Rows, rows_b: Rows, base: Base = 2, *, temperature: float = 1.0
+        self, rows_a: RowsLike, rows_b: RowsLike, base: Base = 2, *, temperature: float = 1.0
     ) -> NDArray[np.float64]:
         """Return the Jensen-Shannon divergence of each pair, float64 (n,); see :func:`logitwire.metrics.jsd`.
 
@@ -81,7 +81,7 @@ def align(a_ids: Sequence[int], b_ids: Sequence[int]) -> Alignment:
 
     First come the positions 0 to p, where p is the length of the common prefix: in the pair (p, p), if both
     have it, the tokens differ and the rows are comparable nevertheless. Behind that, a longest common
-    subsequence of the tokens is paired. Of several such, one is taken whose matches lie late in ``a``.
+    subsequence of the tokens is paired. Of several such, one is taken whose matches lie early in ``b``.
 
     The time is that of len(a) additions of len(b) bits, whatever the tokens are: some 10 ms for 4,096
     tokens that have little in common.

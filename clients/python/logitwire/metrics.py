@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitwire.views import Rows, SlicedRows, as_rows
+from logitwire.views import RowsLike, SlicedRows, as_rows
 
 Base: TypeAlias = Literal[2, "e"]
 
@@ -27,7 +27,7 @@ LOWEST = -1e4
 """Stands for logits that are further below their row's maximum, in products with their probability of 0."""
 
 
-def jsd(p: Rows, q: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
+def jsd(p: RowsLike, q: RowsLike, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
     """Return the Jensen-Shannon divergence of two sets of rows, position by position.
 
     With M = (P + Q) / 2 it is (KL(P, M) + KL(Q, M)) / 2. It is symmetric, exactly 0 for equal rows, and at
@@ -50,7 +50,7 @@ def jsd(p: Rows, q: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArra
     return np.clip(found / unit, 0.0, math.log(2) / unit)
 
 
-def kl(p: Rows, q: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
+def kl(p: RowsLike, q: RowsLike, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
     """Return the Kullback-Leibler divergence of Q from P, position by position.
 
     It is sum P (ln P - ln Q) over the tokens that P can give; infinite where one of them has a logit of
@@ -68,7 +68,7 @@ def kl(p: Rows, q: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArray
     return np.maximum(found / unit, 0.0)
 
 
-def tvd(p: Rows, q: Rows, *, temperature: float = 1.0) -> NDArray[np.float64]:
+def tvd(p: RowsLike, q: RowsLike, *, temperature: float = 1.0) -> NDArray[np.float64]:
     """Return the total variation distance, position by position: half of sum abs(P - Q), from 0 to 1.
 
     It is the largest difference of the probabilities that both give to any set of tokens. Source: Levin and
@@ -79,7 +79,7 @@ def tvd(p: Rows, q: Rows, *, temperature: float = 1.0) -> NDArray[np.float64]:
     return np.minimum(_over_pairs(p, q, temperature, _tvd), 1.0)
 
 
-def entropy(rows: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
+def entropy(rows: RowsLike, base: Base = 2, *, temperature: float = 1.0) -> NDArray[np.float64]:
     """Return the entropy of each row: -sum P ln P.
 
     Source: Shannon (1948), "A Mathematical Theory of Communication".
@@ -103,11 +103,11 @@ def entropy(rows: Rows, base: Base = 2, *, temperature: float = 1.0) -> NDArray[
         # ln P is the shifted logit less ln(total); both parts of the sum are positive.
         np.maximum(shifted, LOWEST, out=shifted)
         np.multiply(shifted, weights, out=shifted)
-        found[part] = np.log(totals) - _sums(shifted) / totals
+        found[part] = (np.log(totals) - _sums(shifted) / totals)[:, 0]
     return found / unit
 
 
-def logprobs_of(rows: Rows, token_ids: ArrayLike, *, temperature: float = 1.0) -> NDArray[np.float64]:
+def logprobs_of(rows: RowsLike, token_ids: ArrayLike, *, temperature: float = 1.0) -> NDArray[np.float64]:
     """Return the natural log-softmax of each row at one token.
 
     Args:
@@ -130,7 +130,7 @@ def logprobs_of(rows: Rows, token_ids: ArrayLike, *, temperature: float = 1.0) -
     found = np.empty(side.num)
     for part in _parts(side):
         shifted, _, totals = side.load(part)
-        found[part] = shifted[np.arange(len(shifted)), ids[part]] - np.log(totals)
+        found[part] = shifted[np.arange(len(shifted)), ids[part]] - np.log(totals[:, 0])
     return found
 
 
@@ -200,7 +200,7 @@ _Kernel: TypeAlias = Callable[[Any, Any], NDArray[np.float64]]
 """From what :meth:`_Side.load` gave of both sides, to one number per row, float64 (k, 1)."""
 
 
-def _over_pairs(p: Rows, q: Rows, temperature: float, kernel: _Kernel) -> NDArray[np.float64]:
+def _over_pairs(p: RowsLike, q: RowsLike, temperature: float, kernel: _Kernel) -> NDArray[np.float64]:
     p, q = as_rows(p), as_rows(q)
     if p.shape[1] != q.shape[1]:
         raise ValueError(f"the rows have {p.shape[1]} and {q.shape[1]} columns: not of one vocabulary")

@@ -12,7 +12,7 @@ from logitwire import tracker_file
 from logitwire.alignment import align
 from logitwire.iterations import Comparison, Iteration
 from logitwire.metrics import Base
-from logitwire.views import Rows, as_rows
+from logitwire.views import RowsLike, as_rows
 
 Pairs: TypeAlias = Literal["same prefix", "all"]
 
@@ -24,16 +24,16 @@ class Result(Protocol):
     """What a completion must have to be added; the client's results do."""
 
     @property
-    def text(self) -> str: ...  # noqa: D102 - see ChatResult
+    def text(self) -> str: ...  # noqa: D102 - as of any result
 
     @property
-    def token_ids(self) -> Sequence[int]: ...  # noqa: D102 - see ChatResult
+    def token_ids(self) -> Sequence[int]: ...  # noqa: D102 - as of any result
 
     @property
-    def tokens(self) -> Sequence[str]: ...  # noqa: D102 - see ChatResult
+    def tokens(self) -> Sequence[str]: ...  # noqa: D102 - as of any result
 
     @property
-    def logits(self) -> Any: ...  # noqa: D102 - see ChatResult
+    def logits(self) -> Any: ...  # noqa: D102 - as of any result
 
 
 class IterationTracker:
@@ -87,8 +87,8 @@ class IterationTracker:
         self.iterations: list[Iteration] = []
         self.comparisons: list[Comparison] = []
 
-    def add(self, result: Result, **metadata: Any) -> Comparison | None:
-        """Add a completion, such as a :class:`logitwire.ChatResult`; see :meth:`add_tokens`."""
+    def add(self, result: Result, /, **metadata: Any) -> Comparison | None:
+        """Add a completion, such as what the client returns; see :meth:`add_tokens`."""
         return self.add_tokens(
             result.token_ids,
             result.logits,
@@ -100,7 +100,7 @@ class IterationTracker:
     def add_tokens(
         self,
         token_ids: Sequence[int],
-        logits: Rows | None,
+        logits: RowsLike | None,
         *,
         tokens: Sequence[str] | None = None,
         text: str | None = None,

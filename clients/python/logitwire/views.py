@@ -22,11 +22,11 @@ class SlicedRows(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
-Rows: TypeAlias = SlicedRows | ArrayLike
+RowsLike: TypeAlias = SlicedRows | ArrayLike
 """What the functions of this package take as rows of logits."""
 
 
-def as_rows(rows: Rows) -> SlicedRows:
+def as_rows(rows: RowsLike) -> SlicedRows:
     """Return rows that can be sliced; those that can be already are not touched.
 
     Raises:

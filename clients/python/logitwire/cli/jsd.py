@@ -49,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
     """Compare two files, print the result, and draw it if asked to."""
     base: Base = next(each for each in get_args(Base) if str(each) == args.base)
     choices = args.choices or (None, None)
+    if args.plot:
+        # Optional, and slow to import; what is missing shows before anything is read.
+        from logitwire import plots  # noqa: PLC0415
     try:
         a, b = (
             read_rows(path, choice=choice) for path, choice in zip((args.a, args.b), choices, strict=True)
@@ -74,14 +77,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(alignment, divergence, a, b, UNITS[base])
     if args.plot:
-        from logitwire.plots import plot_positions  # noqa: PLC0415 - matplotlib is optional, and slow to import
-
-        plot_positions(
+        plots.plot_positions(
             divergence,
-            [b.tokens[place] for place in alignment.b_positions],
+            b.tokens,
             args.plot,
             positions=alignment.b_positions,
             num_same_prefix=alignment.num_same_prefix,
+            segments=b.columns.get("segment"),
             base=base,
         )
         print(f"drawn to {args.plot}", file=sys.stderr)
