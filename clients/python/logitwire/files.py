@@ -70,7 +70,10 @@ def read_rows(path: str | Path, *, choice: int | None = None) -> RowFile:
         RowFileError: It is no such file, or has several choices, or not this one.
     """
     path = Path(path)
-    return _pick(path, _read(path), choice)
+    whole = _read(path)
+    if len(set(whole.columns.get("id", ()))) > 1:
+        raise RowFileError(f"{path} holds the answers of a capture; logitwire.open_capture reads its folder")
+    return _pick(path, whole, choice)
 
 
 class JoinedFile:

@@ -4,15 +4,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from logitwire.capture.folder import read_failures, read_manifest, shard_files
 from logitwire.capture.records import Answer, CaptureError, Failure, Settings, Shard
 from logitwire.files import JoinedFile, RowFile
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
 
 
 class Capture:
@@ -78,8 +80,11 @@ class Capture:
         }
         return self._opened[1].answer(place, response, choice=choice)
 
-    def dataset(self) -> ds.Dataset:
+    def dataset(self) -> "ds.Dataset":
         """Return all shards as one data set of pyarrow, for scans that use some of the columns or rows."""
+        # Brings half a second of imports along.
+        import pyarrow.dataset as ds  # noqa: PLC0415
+
         paths = [str(self.path / shard.file) for shard in self._shards]
         return ds.dataset(paths, format="ipc" if self.settings.format == "arrow" else "parquet")
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.retry_failed:
             folder.forget_failures()
         pending = folder.pending(prompts)
-        code = _run(args, folder, pending, len(prompts))
+        code = _run(args, folder, pending, len(prompts)) if pending else 0
         num_left = len(folder.pending(prompts))
         _say(folder, len(prompts), num_left)
         return code or (1 if folder.failures else 0)
@@ -106,9 +106,11 @@ def _run(args: argparse.Namespace, folder: Folder, pending: list[Prompt], num_al
         finally:
             # Whatever ends the run, whole answers are kept.
             writer.close()
-    except (LogitwireError, OSError) as error:
+    except OSError as error:
+        print(f"logitwire capture: {folder.path} cannot be written: {error}", file=sys.stderr)
+    except LogitwireError as error:
         print(f"logitwire capture: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    return 1
 
 
 async def _until_signal(
@@ -148,7 +150,7 @@ def _say(folder: Folder, num_all: int, num_left: int) -> None:
     num_rows, num_shards = sum(shard.num_rows for shard in folder.shards), len(folder.shards)
     print(
         f"{len(folder.answers())} of {num_all} prompts are answered: "
-        f"{num_rows} rows in {num_shards} shards in {folder.path}",
+        f"{num_rows} rows in {num_shards} shard{'s' * (num_shards != 1)} in {folder.path}",
         file=sys.stderr,
     )
     if folder.failures:

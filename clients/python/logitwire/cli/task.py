@@ -12,7 +12,7 @@ from logitwire.fields import FIELDS, nearest
 PLACEHOLDERS = ("task", "draft", "critique")
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`(?: - at `\$\.?(.*)`)?")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
 _INVALID = re.compile(r"(.*) - at `\$\.?(.*)`")
 
 
