@@ -252,7 +252,7 @@ def test_a_loop_ends_when_it_has_converged_and_is_saved(
     assert [each["text"] for each in texts(folder)] == [SCRIPT] * 3
     tracker = IterationTracker.load(folder / "iterations.parquet")
     assert tracker.mean_jsd.tolist() == [0, 0]
-    assert {"means.png", "iterations.png", "last.png", "task.yaml"} <= {
+    assert {"means.png", "iterations.png", "positions-2.png", "positions-3.png", "task.yaml"} <= {
         each.name for each in folder.iterdir()
     }
     code, _, said = run("loop", task, "-o", folder, url=scripted.url)

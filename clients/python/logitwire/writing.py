@@ -107,9 +107,14 @@ class TableFile:
         self._file = self._unfinished.open("wb")
         try:
             if kind == "parquet":
-                # Rows hardly compress, and have no values that come again and again.
+                # Rows hardly compress, and have no values that come again and again. To find their least and
+                # largest would cost as much as to write them.
                 self._writer: Any = pq.ParquetWriter(
-                    self._file, schema, compression="NONE", use_dictionary=False
+                    self._file,
+                    schema,
+                    compression="NONE",
+                    use_dictionary=False,
+                    write_statistics=[name for name in schema.names if name != "logits"],
                 )
             else:
                 new = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream

@@ -191,14 +191,15 @@ def _save(tracker: IterationTracker, folder: Path, *, with_plots: bool) -> None:
 
         plots.plot_means(tracker, folder / "means.png")
         plots.plot_iterations(tracker, folder / "iterations.png")
-        last, comparison = tracker.iterations[-1], tracker.comparisons[-1]
-        plots.plot_positions(
-            comparison.jsd,
-            last.tokens,
-            folder / "last.png",
-            positions=comparison.alignment.b_positions,
-            num_same_prefix=comparison.alignment.num_same_prefix,
-            segments=last.metadata["segments"],
-            base=tracker.base,
-            title=f"iteration {len(tracker.iterations)} against the one before",
-        )
+        for number, comparison in enumerate(tracker.comparisons, 2):
+            iteration = tracker.iterations[number - 1]
+            plots.plot_positions(
+                comparison.jsd,
+                iteration.tokens,
+                folder / f"positions-{number}.png",
+                positions=comparison.alignment.b_positions,
+                num_same_prefix=comparison.alignment.num_same_prefix,
+                segments=iteration.metadata["segments"],
+                base=tracker.base,
+                title=f"iteration {number} against the one before",
+            )
