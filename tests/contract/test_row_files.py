@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from logitwire import Client, IncompleteStreamError, RowFileError, jsd, read_rows
+from logitwire import Client, IncompleteStreamError, IterationTracker, RowFileError, jsd, read_rows
 from logitwire.arrow import ERROR_KEY
 from logitwire.cli import main
 from schemas.arrow import MEDIA_TYPE
@@ -143,12 +143,14 @@ def test_rows_that_a_filter_took_out_of_a_stream_are_missed(scripted: ServerThre
 
 def test_what_is_no_row_file_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other")
+    IterationTracker().save(tmp_path / "loop")
     (tmp_path / "text").write_text("hello")
     (tmp_path / "empty").touch()
     (tmp_path / "refusal").write_text('{"error": {"message": "no such model"}}')
     (tmp_path / "torn").write_bytes(b"PAR1 and no more")
     for name, message in (
         ("other", "has no column token_id; it has x"),
+        ("loop", "iterations of a loop; IterationTracker.load reads it"),
         ("text", "is no Arrow stream, no Arrow file and no Parquet"),
         ("empty", "it is empty"),
         ("refusal", "JSON, perhaps a refusal: .*no such model"),

@@ -5,6 +5,7 @@ that it is whole, so a stream without one is refused. Arrow files and Parquet ha
 same. Files are mapped into memory: rows are read from the disk when they are used, and not before.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +25,9 @@ from logitwire.views import ChunkedRows, PickedRows, SlicedRows
 ARROW_FILE_MARK = b"ARROW1"
 PARQUET_MARK = b"PAR1"
 STREAM_MARK = b"\xff\xff\xff\xff"
+
+TRACKER_KEY = b"logitwire.iterations"
+"""Schema metadata of a tracker's file, which is another kind of Parquet; see logitwire.tracker_file."""
 
 
 class RowFileError(LogitwireError, ValueError):
@@ -174,28 +178,38 @@ def _read_arrow_file(path: Path) -> _Whole:
 def _read_parquet(path: Path) -> _Whole:
     file = pq.ParquetFile(path, memory_map=True)
     schema = file.schema_arrow
+    if TRACKER_KEY in (schema.metadata or {}):
+        raise RowFileError(f"{path} holds the iterations of a loop; IterationTracker.load reads it")
     small = [name for name in schema.names if name != "logits"]
-    columns = file.read(columns=small).to_pydict()
-    groups = range(file.metadata.num_row_groups)
-    lengths = [file.metadata.row_group(place).num_rows for place in groups]
-    return _Whole(columns, group_rows(file, list(groups), lengths), _response(schema))
+    rows = RowGroups(file).rows(range(file.metadata.num_row_groups))
+    return _Whole(file.read(columns=small).to_pydict(), rows, _response(schema))
 
 
-def group_rows(file: pq.ParquetFile, groups: Sequence[int], lengths: Sequence[int]) -> ChunkedRows | None:
-    """Return the column ``logits`` of row groups, if there is one; one group at a time is in memory."""
-    if "logits" not in file.schema_arrow.names:
-        return None
-    kind = file.schema_arrow.field("logits").type
-    kept: dict[int, NDArray[Any]] = {}
+class RowGroups:
+    """The rows in the groups of a Parquet file; the two groups that were used last are in memory."""
 
-    def load(number: int) -> NDArray[Any]:
-        if number not in kept:
-            kept.clear()
-            column = file.read_row_group(groups[number], columns=["logits"])["logits"].combine_chunks()
-            kept[number] = _values(column, kind.list_size)
-        return kept[number]
+    def __init__(self, file: pq.ParquetFile) -> None:
+        self._file = file
+        # Two, since two answers of one file may be compared in step.
+        self._load = functools.lru_cache(2)(self._read)
 
-    return ChunkedRows(load, lengths, kind.list_size, kind.value_type.to_pandas_dtype())
+    def rows(self, groups: range) -> ChunkedRows | None:
+        """Return the column ``logits`` of some groups, if there is one."""
+        if "logits" not in self._file.schema_arrow.names:
+            return None
+        kind = self._file.schema_arrow.field("logits").type
+        lengths = [self.length(group) for group in groups]
+        dtype = kind.value_type.to_pandas_dtype()
+        return ChunkedRows(lambda place: self._load(groups[place]), lengths, kind.list_size, dtype)
+
+    def length(self, group: int) -> int:
+        """Return how many rows a group has."""
+        num: int = self._file.metadata.row_group(group).num_rows
+        return num
+
+    def _read(self, group: int) -> NDArray[Any]:
+        column = self._file.read_row_group(group, columns=["logits"])["logits"].combine_chunks()
+        return _values(column, column.type.list_size)
 
 
 def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, Any] | None) -> _Whole:
@@ -219,6 +233,8 @@ def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, 
 
 def _values(column: Any, width: int) -> NDArray[Any]:
     """Return the rows (k, V) of a column without copying them."""
+    if column.null_count:
+        raise RowFileError("some logits are null")
     rows: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=True).reshape(-1, width)
     return rows
 

@@ -5,23 +5,22 @@ the processor's cache, and a block is the only thing that is copied: memory is f
 are, and ``numpy.memmap`` or :class:`logitwire.files.RowFile` rows are read as they are needed.
 
 Values of float16 and float32 rows are computed in float32 and summed in float64; the results are within
-1e-6 of the same computed in float64 throughout (of the value itself, where that is above 1). Rows of any
-other type are computed in float64. A logit of -inf is a probability of 0.
+1e-6 of the same computed in float64 throughout (of the value itself, where that is above 1), and a divergence
+below 1e-7 is nothing but rounding. Rows of any other type are computed in float64, so widen rows to see
+smaller ones. A logit of -inf is a probability of 0.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitwire.views import RowsLike, SlicedRows, as_rows
+from logitwire.blocks import Side, parts, sums, working_dtype
+from logitwire.views import RowsLike, as_rows
 
 Base: TypeAlias = Literal[2, "e"]
-
-BLOCK_VALUES = 2**17
-"""Values per block, or one row if that is longer: its few arrays then fit the processor's cache."""
 
 LOWEST = -1e4
 """Stands for logits that are further below their row's maximum, in products with their probability of 0."""
@@ -96,14 +95,14 @@ def entropy(rows: RowsLike, base: Base = 2, *, temperature: float = 1.0) -> NDAr
         ValueError: A row holds NaN or +inf, or -inf only; or an option makes no sense.
     """
     unit = _unit(base)
-    side = _Side(as_rows(rows), "the rows", temperature)
+    side = Side(as_rows(rows), "the rows", temperature)
     found = np.empty(side.num)
-    for part in _parts(side):
+    for part in parts(side):
         shifted, weights, totals = side.load(part)
         # ln P is the shifted logit less ln(total); both parts of the sum are positive.
         np.maximum(shifted, LOWEST, out=shifted)
         np.multiply(shifted, weights, out=shifted)
-        found[part] = (np.log(totals) - _sums(shifted) / totals)[:, 0]
+        found[part] = (np.log(totals) - sums(shifted) / totals)[:, 0]
     return found / unit
 
 
@@ -121,14 +120,14 @@ def logprobs_of(rows: RowsLike, token_ids: ArrayLike, *, temperature: float = 1.
     Raises:
         ValueError: As for :func:`entropy`, or the ids are not T, or not all from 0 to V-1.
     """
-    side = _Side(as_rows(rows), "the rows", temperature)
+    side = Side(as_rows(rows), "the rows", temperature)
     ids = np.atleast_1d(np.asarray(token_ids))
     if ids.shape != (side.num,):
         raise ValueError(f"{side.num} rows need as many token ids, not {ids.shape}")
     if side.num and not (np.issubdtype(ids.dtype, np.integer) and 0 <= ids.min() <= ids.max() < side.width):
         raise ValueError(f"token ids are integers from 0 to {side.width - 1}")
     found = np.empty(side.num)
-    for part in _parts(side):
+    for part in parts(side):
         shifted, _, totals = side.load(part)
         found[part] = shifted[np.arange(len(shifted)), ids[part]] - np.log(totals[:, 0])
     return found
@@ -153,51 +152,8 @@ def perplexity(logprobs: ArrayLike) -> float:
         return float(np.exp(-values.mean()))
 
 
-class _Side:
-    """One set of rows, brought block by block into memory that is used again."""
-
-    def __init__(
-        self, rows: SlicedRows, name: str, temperature: float, dtype: np.dtype[Any] | None = None
-    ) -> None:
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature must be above 0 and finite, not {temperature}")
-        self._rows = rows
-        self._name = name
-        self.num, self.width = rows.shape
-        self.step = max(1, min(BLOCK_VALUES // self.width, self.num))
-        self._dtype = dtype or _working_dtype(rows)
-        self._temperature = max(temperature, float(np.finfo(self._dtype).tiny))
-        self._shifted = np.empty((self.step, self.width), self._dtype)
-        self._weights = np.empty_like(self._shifted)
-
-    def load(self, part: slice) -> tuple[NDArray[np.floating], NDArray[np.floating], NDArray[np.float64]]:
-        """Bring in k rows.
-
-        Returns:
-            Their logits over the temperature, less each row's maximum, (k, V); the exponentials of those,
-            (k, V); and the sums of these, float64 (k, 1). The first two are overwritten by the next call,
-            and the caller may do so as well.
-        """
-        block = np.asarray(self._rows[part])
-        shifted, weights = self._shifted[: len(block)], self._weights[: len(block)]
-        if block.dtype == np.float16 and self._dtype == np.float32:
-            _widen(block, shifted)
-        else:
-            np.copyto(shifted, block, casting="same_kind")
-        highest = shifted.max(axis=-1, keepdims=True)
-        if not np.isfinite(highest).all():
-            place = part.start + int(np.argmin(np.isfinite(highest)))
-            raise ValueError(f"row {place} of {self._name} holds NaN or +inf, or nothing but -inf")
-        with np.errstate(all="ignore"):
-            np.subtract(shifted, highest, out=shifted)
-            if self._temperature != 1:
-                np.divide(shifted, self._temperature, out=shifted)
-            np.exp(shifted, out=weights)
-        return shifted, weights, _sums(weights)
-
-
 _Kernel: TypeAlias = Callable[[Any, Any], NDArray[np.float64]]
-"""From what :meth:`_Side.load` gave of both sides, to one number per row, float64 (k, 1)."""
+"""From what :meth:`Side.load` gave of both sides, to one number per row, float64 (k, 1)."""
 
 
 def _over_pairs(p: RowsLike, q: RowsLike, temperature: float, kernel: _Kernel) -> NDArray[np.float64]:
@@ -208,10 +164,10 @@ def _over_pairs(p: RowsLike, q: RowsLike, temperature: float, kernel: _Kernel) -
         raise ValueError(
             f"there are {p.shape[0]} and {q.shape[0]} rows; logitwire.align says which are comparable"
         )
-    dtype = np.result_type(_working_dtype(p), _working_dtype(q))
-    sides = _Side(p, "p", temperature, dtype), _Side(q, "q", temperature, dtype)
+    dtype = np.result_type(working_dtype(p), working_dtype(q))
+    sides = Side(p, "p", temperature, dtype), Side(q, "q", temperature, dtype)
     found = np.empty(p.shape[0])
-    for part in _parts(sides[0]):
+    for part in parts(sides[0]):
         with np.errstate(all="ignore"):
             found[part] = kernel(sides[0].load(part), sides[1].load(part))[:, 0]
     return found
@@ -235,7 +191,7 @@ def _jsd_nats(one: Any, other: Any) -> NDArray[np.float64]:
     np.divide(q, middle, out=middle)
     _times_log(q, middle, tiny)
     np.add(scratch, middle, out=middle)
-    found: NDArray[np.float64] = _sums(middle) / 2
+    found: NDArray[np.float64] = sums(middle) / 2
     return found
 
 
@@ -251,7 +207,7 @@ def _kl_nats(one: Any, other: Any) -> NDArray[np.float64]:
     (shifted_p, weights_p, total_p), (shifted_q, _, total_q) = one, other
     np.subtract(shifted_p, shifted_q, out=shifted_p)
     np.multiply(shifted_p, weights_p, out=shifted_p)
-    found: NDArray[np.float64] = _sums(shifted_p) / total_p - (np.log(total_p) - np.log(total_q))
+    found: NDArray[np.float64] = sums(shifted_p) / total_p - (np.log(total_p) - np.log(total_q))
     return found
 
 
@@ -276,7 +232,7 @@ def _tvd(one: Any, other: Any) -> NDArray[np.float64]:
     _normalise(q, total_q)
     np.subtract(p, q, out=p)
     np.abs(p, out=p)
-    found: NDArray[np.float64] = _sums(p) / 2
+    found: NDArray[np.float64] = sums(p) / 2
     return found
 
 
@@ -284,39 +240,7 @@ def _normalise(weights: NDArray[np.floating], totals: NDArray[np.float64]) -> No
     np.multiply(weights, (1 / totals).astype(weights.dtype), out=weights)
 
 
-def _sums(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the sum of each row, float64 (k, 1)."""
-    found: NDArray[np.float64] = values.sum(axis=-1, keepdims=True, dtype=np.float64)
-    return found
-
-
-def _widen(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
-    """Write float16 values as float32, bit by bit what a cast gives, and three times as fast as numpy's.
-
-    A half float is sign, 5 bits of exponent biased by 15, 10 of fraction (IEEE 754-2019, 3.6). Shifted to
-    the places that float32 has for them, the exponent is too small by 127 - 15 = 112. What is not finite
-    comes out as 65536 or more, and is cast the slow way.
-    """
-    bits = out.view(np.int32)
-    np.copyto(bits, halves.view(np.int16))  # repeats the sign
-    np.left_shift(bits, 13, out=bits)
-    np.bitwise_and(bits, np.int32(-0x70000001), out=bits)  # leaves one sign, exponent and fraction
-    np.multiply(out, np.float32(2.0**112), out=out)
-    if out.max() >= 65536 or out.min() <= -65536:
-        np.copyto(out, halves)
-
-
-def _working_dtype(rows: SlicedRows) -> np.dtype[Any]:
-    narrow = (np.dtype(np.float16), np.dtype(np.float32))
-    return np.dtype(np.float32) if rows.dtype in narrow else np.dtype(np.float64)
-
-
 def _unit(base: Base) -> float:
     if base not in (2, "e"):
         raise ValueError(f"base must be 2 or 'e', not {base!r}")
     return math.log(2) if base == 2 else 1.0
-
-
-def _parts(side: _Side) -> Iterator[slice]:
-    for start in range(0, side.num, side.step):
-        yield slice(start, min(start + side.step, side.num))

@@ -33,7 +33,7 @@ MAX_LABELS = 72
 """As many token labels fit next to each other on the widest figure."""
 LABEL_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
-SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#dd8b3c", "#d9d9d9"
+SAME_PREFIX, SAME_TOKEN, NOT_COMPARED = "#2b6cb0", "#dd8b3c", "#e4e4e4"
 THRESHOLD = "#c0392b"
 SEGMENTS = {"reasoning": "#fff2cc", "tool": "#e2f0d9", "special": "#fbe5e1"}
 
@@ -197,9 +197,18 @@ def _label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
     axes.set_xlabel("token" if step == 1 else "position and token")
 
 
+def check_path(path: str | Path) -> None:
+    """Refuse a path that no plot can be saved to.
+
+    Raises:
+        ValueError: Its suffix is none of the three.
+    """
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path}: a plot is saved as {', '.join(SUFFIXES)}")
+
+
 def _saved(figure: Figure, path: str | Path | None) -> Figure:
     if path is not None:
-        if Path(path).suffix.lower() not in SUFFIXES:
-            raise ValueError(f"{path}: a plot is saved as {', '.join(SUFFIXES)}")
+        check_path(path)
         figure.savefig(path, dpi=150)
     return figure

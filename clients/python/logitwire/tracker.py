@@ -39,7 +39,9 @@ class Result(Protocol):
 class IterationTracker:
     """Collects the iterations of a loop and compares each with the one before it.
 
-    By default it holds the rows of the last iteration only, which is all that the next comparison needs.
+    By default it holds the rows of the last iteration only, which is all that the next comparison needs. Rows
+    of a tracker that was loaded stay in its file, so one that keeps all can be saved and loaded to free
+    memory.
 
     Attributes:
         iterations: All that were added.

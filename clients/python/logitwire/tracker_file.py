@@ -19,10 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitwire.alignment import Alignment
-from logitwire.files import RowFileError, group_rows
+from logitwire.files import TRACKER_KEY, RowFileError, RowGroups
 from logitwire.iterations import Comparison, Iteration
-
-TRACKER_KEY = b"logitwire.iterations"
 
 GROUP_BYTES = 16 * 2**20
 """Bytes of rows in one row group, which is the least that can be read back."""
@@ -130,18 +128,17 @@ def read(path: Path) -> tuple[dict[str, Any], list[Iteration], list[Comparison]]
     about = msgspec.json.decode(metadata[TRACKER_KEY])
     small = [name for name in file.schema_arrow.names if name != "logits"]
     columns = file.read(columns=small).to_pydict()
-    lengths = [file.metadata.row_group(place).num_rows for place in range(file.metadata.num_row_groups)]
+    groups = RowGroups(file)
     iterations: list[Iteration] = []
     comparisons: list[Comparison] = []
     start = group = 0
     for number, noted in enumerate(about["iterations"]):
         part = slice(start, start + noted["num_tokens"])
-        groups = []
+        first_group = group
         while start < part.stop:
-            groups.append(group)
-            start += lengths[group]
+            start += groups.length(group)
             group += 1
-        rows = group_rows(file, groups, [lengths[each] for each in groups]) if noted["has_rows"] else None
+        rows = groups.rows(range(first_group, group)) if noted["has_rows"] else None
         own = {name: values[part] for name, values in columns.items()}
         iterations.append(Iteration(noted["text"], own["token_id"], own["token"], rows, noted["metadata"]))
         if number:

@@ -12,7 +12,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import log_softmax, rel_entr, softmax
 from scipy.stats import entropy as scipy_entropy
 
-from logitwire import entropy, jsd, kl, logprobs_of, metrics, perplexity, tvd
+from logitwire import blocks, entropy, jsd, kl, logprobs_of, perplexity, tvd
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -57,7 +57,7 @@ def ours(p: np.ndarray, q: np.ndarray, temperature: float = 1.0) -> dict[str, np
     temperature=st.sampled_from([1.0, 0.5, 3.0]),
 )
 def test_all_numbers_are_those_of_scipy_in_float64(
-    seed: int, num: int, width: int, scale: float, nearness: float, dtype: Any, temperature: float
+    *, seed: int, num: int, width: int, scale: float, nearness: float, dtype: Any, temperature: float
 ) -> None:
     rng = np.random.default_rng(seed)
     p = (rng.normal(size=(num, width)) * scale).astype(dtype)
@@ -143,7 +143,7 @@ def test_every_half_float_is_widened_exactly() -> None:
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16)[None]
     for values in (halves, halves[np.isfinite(halves)][None], halves[:, ::-1]):
         out = np.empty(values.shape, np.float32)
-        metrics._widen(values, out)
+        blocks.widen(values, out)
         np.testing.assert_array_equal(out, values.astype(np.float32))
 
 
@@ -164,7 +164,7 @@ def test_base_and_temperature_are_what_they_say() -> None:
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = np.random.default_rng(1).normal(size=(2, 7, 11)).astype(np.float32)
     whole = ours(p, q)
-    monkeypatch.setattr(metrics, "BLOCK_VALUES", 23)
+    monkeypatch.setattr(blocks, "BLOCK_VALUES", 23)
     for name, got in ours(p, q).items():
         np.testing.assert_array_equal(got, whole[name])
 

@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     base: Base = next(each for each in get_args(Base) if str(each) == args.base)
     choices = args.choices or (None, None)
     if args.plot:
-        # Optional, and slow to import; what is missing shows before anything is read.
+        # Optional, and slow to import; what is wrong shows before anything is read.
         from logitwire import plots  # noqa: PLC0415
+
+        plots.check_path(args.plot)
     try:
         a, b = (
             read_rows(path, choice=choice) for path, choice in zip((args.a, args.b), choices, strict=True)
