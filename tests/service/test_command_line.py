@@ -57,6 +57,14 @@ def test_piped_text_gets_one_answer(
     assert run("chat", url=scripted.url) == (0, f"{SCRIPT}\n", "")
 
 
+def test_an_empty_pipe_is_bad_input(
+    scripted: ServerThread, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe(monkeypatch, "\n")
+    code, answer, said = run("chat", url=scripted.url)
+    assert (code, answer, said) == (2, "", "logitwire chat: there is nothing to say: the input is empty\n")
+
+
 def test_a_stop_string_is_not_printed(scripted: ServerThread, run: Run) -> None:
     assert run("chat", "hi", "--stop", "model", url=scripted.url)[1] == "Hello from the scripted \n"
 

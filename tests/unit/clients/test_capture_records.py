@@ -138,9 +138,8 @@ def test_a_folder_with_something_else_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_two_cannot_work_in_one_folder(tmp_path: Path) -> None:
-    with Folder.open(tmp_path, settings()):
-        with pytest.raises(CaptureError, match="another capture is at work"):
-            Folder.open(tmp_path, settings()).__enter__()
+    with Folder.open(tmp_path, settings()), pytest.raises(CaptureError, match="another capture is at work"):
+        Folder.open(tmp_path, settings()).__enter__()
     with Folder.open(tmp_path, settings()):
         pass
 

@@ -1,8 +1,10 @@
 """The text that a person sees while an answer comes."""
 
+import io
+
 import pytest
 
-from logitwire.cli.visible import VisibleText
+from logitwire.cli.visible import VisibleText, harmless
 from logitwire.results import Row
 
 
@@ -32,3 +34,12 @@ def test_what_may_become_a_stop_string_waits_until_it_cannot() -> None:
 @pytest.mark.parametrize("tokens", [[b"one END"], [b"one ", b"E", b"N", b"D"], [b"one E", b"ND more"]])
 def test_a_stop_string_is_never_shown(tokens: list[bytes]) -> None:
     assert "".join(shown(tokens, ["x", "END"], "one ")) == "one "
+
+
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, "a\ufffd[2J\tb\n"), (False, "a\x1b[2J\tb\n")])
+def test_a_model_cannot_steer_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, expected: str
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    assert harmless("a\x1b[2J\tb\n", stream) == expected

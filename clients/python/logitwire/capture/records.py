@@ -71,7 +71,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
             model=result.response["model"],
             vocab_size=metadata["vocab_size"],
             source_dtype=metadata["source_dtype"],
-            wire_dtype=metadata["wire_dtype"],
+            wire_dtype=metadata.get("wire_dtype"),
             columns=[f"{each.name}: {each.type}" for each in schema],
         )
 

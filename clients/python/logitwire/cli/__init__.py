@@ -24,7 +24,10 @@ COMMANDS = (chat, rows, jsd, loop, capture)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="logitwire", description="Complete rows of logits on the command line."
+        prog="logitwire",
+        description="Complete rows of logits on the command line.",
+        epilog="""Exit codes: 0 done; 1 the server or the connection failed; 2 bad arguments, bad input, or a
+        request that the server refuses; 130 interrupted.""",
     )
     parser.add_argument("--version", action="version", version=f"logitwire {version('logitwire')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from logitwire.cli.options import add_system, client_of, connection_parser, fields_of, sampling_parser
-from logitwire.cli.visible import VisibleText
+from logitwire.cli.visible import VisibleText, harmless
 from logitwire.client import Client
 from logitwire.errors import LogitwireError
 from logitwire.metrics import perplexity
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         if args.prompt not in (None, "-"):
             conversation.ask(args.prompt)
         elif args.prompt == "-" or not sys.stdin.isatty():
-            conversation.ask(sys.stdin.read().rstrip("\n"))
+            if not (said := sys.stdin.read().strip()):
+                raise ValueError("there is nothing to say: the input is empty")
+            conversation.ask(said)
         else:
             _talk(conversation)
     return 0
@@ -118,7 +120,7 @@ class _Conversation:
         if result.tool_calls:
             answer["tool_calls"] = result.tool_calls
         self._messages += [question, answer]
-        print(content.rest(result.text), flush=True)
+        print(harmless(content.rest(result.text), sys.stdout), flush=True)
         for call in result.tool_calls:
             print(msgspec.json.encode(call["function"]).decode())
         if "entropy" in result.columns and result.token_ids:
@@ -134,19 +136,19 @@ class _Conversation:
                     if row.choice:
                         continue
                     if row.segment == "content":
-                        _write(("\n\n" + PLAIN if is_dim else "") + content.add(row))
+                        _write("\n\n" + PLAIN if is_dim else "", content.add(row))
                         is_dim = False
                     elif row.segment == "reasoning" and self._is_shown_reasoning:
-                        _write(("" if is_dim else DIM) + reasoning.add(row))
+                        _write("" if is_dim else DIM, reasoning.add(row))
                         is_dim = True
                 return rows.result
         finally:
             if is_dim:
-                _write(PLAIN)
+                _write(PLAIN, "")
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
+def _write(style: str, text: str) -> None:
+    sys.stdout.write(style + harmless(text, sys.stdout))
     sys.stdout.flush()
 
 

@@ -15,6 +15,7 @@ from logitwire.cli.options import (
     messages_of,
     sampling_parser,
 )
+from logitwire.cli.visible import harmless
 from logitwire.client import Client, RowStream
 from logitwire.results import Generation
 from logitwire.writing import BLOCK_BYTES, FORMATS, Block, Format, TableFile, format_of
@@ -58,11 +59,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--system belongs to a conversation; --raw has none")
     if not Path(args.output).absolute().parent.is_dir():
         raise ValueError(f"{args.output}: there is no such folder")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip()
     with client_of(args) as client, _ask(client, args, prompt) as rows:
         result, num_rows, width = _save(rows, args.output, kind)
     for choice in result.choices:
-        print(choice.text)
+        print(harmless(choice.text, sys.stdout))
     print(f"{num_rows} rows of {width} logits in {args.output}", file=sys.stderr)
     return 0
 

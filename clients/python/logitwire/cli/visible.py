@@ -1,8 +1,17 @@
 """The text of an answer as its tokens come, for a person to read along."""
 
 import codecs
+from typing import TextIO
 
 from logitwire.results import Row
+
+
+_CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
+
+
+def harmless(text: str, stream: TextIO) -> str:
+    """Return what a model said as a stream may get it: to a terminal, no control characters but white space."""
+    return text.translate(_CONTROLS) if stream.isatty() else text
 
 
 class VisibleText:
