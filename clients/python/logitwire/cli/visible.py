@@ -5,12 +5,11 @@ from typing import TextIO
 
 from logitwire.results import Row
 
-
 _CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
 
 
 def harmless(text: str, stream: TextIO) -> str:
-    """Return what a model said as a stream may get it: to a terminal, no control characters but white space."""
+    """Return what a model said as a stream may get it: a terminal gets no control characters."""
     return text.translate(_CONTROLS) if stream.isatty() else text
 
 
