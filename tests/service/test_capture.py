@@ -235,6 +235,16 @@ def test_a_capture_goes_on_with_the_same_settings_prompts_and_model_only(
     assert list(open_capture(folder).answers) == ["1", "2"]
 
 
+def test_a_setting_that_the_server_refuses_ends_the_capture_at_once(
+    scripted: ServerThread, run: Run, tmp_path: Path
+) -> None:
+    prompts, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out"
+    code, said = run(prompts, folder, scripted.url, "--top-p", "3")
+    assert (code, "logitwire capture: top_p: " in said) == (2, True)
+    assert open_capture(folder).failures == {}
+    assert run(prompts, folder, scripted.url, "--top-p", "0.9")[0] == 0
+
+
 def test_a_folder_that_is_at_work_is_refused(scripted: ServerThread, run: Run, tmp_path: Path) -> None:
     prompts, folder = write_prompts(tmp_path / "prompts.jsonl", [{"prompt": "x"}]), tmp_path / "out"
     assert run(prompts, folder, scripted.url)[0] == 0

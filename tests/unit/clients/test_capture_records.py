@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from logitwire.capture.folder import MANIFEST, Folder
+from logitwire.capture.folder import MANIFEST, Folder, read_manifest
 from logitwire.capture.prompts import Prompt, read_prompts
 from logitwire.capture.records import Answer, CaptureError, Failure, Settings, Shard, Source
 
@@ -145,10 +145,17 @@ def test_two_cannot_work_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused_with_what_is_other(tmp_path: Path) -> None:
-    with Folder.open(tmp_path, settings(seed=1)):
-        pass
+    with Folder.open(tmp_path, settings(seed=1)) as folder:
+        add_shard(folder, "a")
     with pytest.raises(CaptureError, match="seed was 1, and is None now"):
         Folder.open(tmp_path, settings()).__enter__()
+
+
+def test_settings_may_change_as_long_as_nothing_depends_on_them(tmp_path: Path) -> None:
+    for given in (settings(seed=1), settings(seed=2)):
+        with Folder.open(tmp_path, given):
+            pass
+    assert read_manifest(tmp_path) == (settings(seed=2), [])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ class Folder:
                 known = {MANIFEST, *shard_files(path)}
                 if strangers := sorted(set(others) - known):
                     raise CaptureError(f"{path} is no capture: it holds {strangers[0]}")
+            failures = read_failures(path)
+            if begun is not None and not shards and not failures:
+                # Nothing depends on its settings yet.
+                (path / MANIFEST).unlink()
+                begun = None
             if begun is not None and (difference := begun.difference(settings)):
                 raise CaptureError(f"{path} was begun with other settings: {difference}; use another folder")
             _cut_half_line(path / MANIFEST)
@@ -97,7 +102,7 @@ class Folder:
                 (path / name).unlink()
             if begun is None:
                 _append(path / MANIFEST, settings)
-            yield cls(path, settings, shards, read_failures(path))
+            yield cls(path, settings, shards, failures)
 
     @property
     def source(self) -> Source | None:

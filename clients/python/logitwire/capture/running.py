@@ -101,10 +101,14 @@ class Run:
             except HOPELESS:
                 raise
             except APIError as error:
-                if error.code in ENDING:
+                if error.code in ENDING or self._is_for_all(error, prompt):
                     raise
                 self._folder.add_failure(Failure.of(prompt.id, prompt.digest, error))
                 self._counts.num_failures += 1
+
+    def _is_for_all(self, error: APIError, prompt: Prompt) -> bool:
+        """Tell whether a field is at fault that all prompts share."""
+        return error.param in self._folder.settings.fields and error.param not in prompt.fields
 
     async def _answer(self, prompt: Prompt) -> None:
         num_broken = 0

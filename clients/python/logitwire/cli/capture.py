@@ -23,7 +23,7 @@ from logitwire.cli.options import (
     sampling_parser,
 )
 from logitwire.cli.progress import Progress, line
-from logitwire.errors import LogitwireError
+from logitwire.errors import BadRequestError, LogitwireError
 
 if TYPE_CHECKING:
     from logitwire.cli import Subparsers
@@ -110,6 +110,7 @@ def _run(args: argparse.Namespace, folder: Folder, pending: list[Prompt], num_al
         print(f"logitwire capture: {folder.path} cannot be written: {error}", file=sys.stderr)
     except LogitwireError as error:
         print(f"logitwire capture: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, BadRequestError) else 1
     return 1
 
 

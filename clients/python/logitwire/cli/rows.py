@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         result, num_rows, width = _save(rows, args.output, kind)
     for choice in result.choices:
         print(harmless(choice.text, sys.stdout))
-    print(f"{num_rows} rows of {width} logits in {args.output}", file=sys.stderr)
+    kind_of_rows = f"rows of {width} logits" if width else "rows without logits"
+    print(f"{num_rows} {kind_of_rows} in {args.output}", file=sys.stderr)
     return 0
 
 
