@@ -152,7 +152,7 @@ class Folder:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # POSIX has it, and so have all systems that GPUs are used on.
+    # Windows has no such module; everything but captures works there.
     import fcntl  # noqa: PLC0415
 
     with path.open("w") as file:

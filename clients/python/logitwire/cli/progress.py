@@ -1,5 +1,6 @@
 """One line on how far a capture is: written over and over on a terminal, and now and then to a log."""
 
+import shutil
 import sys
 import threading
 import time
@@ -71,5 +72,8 @@ class Progress:
             self._print("" if self._is_terminal else "\n")
 
     def _print(self, end: str) -> None:
-        begin = "\r\x1b[K" if self._is_terminal else ""
-        print(begin + self._say(time.monotonic() - self._begun_s), end=end, file=sys.stderr, flush=True)
+        said = self._say(time.monotonic() - self._begun_s)
+        if self._is_terminal:
+            # A line that wraps could not be written over.
+            said = "\r\x1b[K" + said[: shutil.get_terminal_size().columns - 1]
+        print(said, end=end, file=sys.stderr, flush=True)
