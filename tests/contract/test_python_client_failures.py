@@ -22,7 +22,7 @@ from logitwire.config import load_config
 from logitwire.exchange import Exchange
 from ops.bench.client_server import recorded_answer as replayed_answer
 from ops.bench.transport_server import ROW_BYTES
-from tests.clients import MESSAGES, TALKERS, FakeServer, Reply, Talker, fake_server, recorded_answer, refusal
+from tests.clients import MESSAGES, TALKERS, AsyncTalker, Reply, Talker, fake_server, recorded_answer, refusal
 from tests.serving import ServerThread, eventually
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -145,7 +145,8 @@ def test_an_answer_that_is_cut_is_raised_and_never_asked_for_again(
         with pytest.raises(IncompleteStreamError, match="broke off|stream"):
             talker.call("chat", MESSAGES, max_tokens=2)
         assert len(server.requests) == 1
-        rows, error = rows_and_error(talker, server)
+        stream = talker.client.chat_rows(MESSAGES, max_tokens=2)
+        rows, error = rows_and_error(talker, stream)
         assert isinstance(error, IncompleteStreamError)
         num = len(rows)
         assert num <= 2
@@ -157,31 +158,24 @@ def test_an_answer_that_is_cut_is_raised_and_never_asked_for_again(
     assert talker.pauses == []
 
 
-def rows_and_error(talker: Talker, server: FakeServer) -> tuple[list[Any], Exception | None]:
+def rows_and_error(talker: Talker, stream: Any) -> tuple[list[Any], Exception | None]:
     """Return the rows of a stream, and what it raised behind them."""
     found: list[Any] = []
-    stream = talker.client.chat_rows(MESSAGES, max_tokens=2)
 
     async def read() -> None:
         async for row in stream:
             found.append(row)
 
     try:
-        if hasattr(talker, "runner"):
+        if isinstance(talker, AsyncTalker):
             talker.runner.run(read())
         else:
-            found += iter_into(stream, found)
+            found.extend(stream)
     except LogitwireError as error:
         with pytest.raises(RuntimeError, match="all rows were read"):
             _ = stream.result
         return found, error
     return found, None
-
-
-def iter_into(stream: Any, found: list[Any]) -> list[Any]:
-    for row in stream:
-        found.append(row)
-    return []
 
 
 def test_another_count_of_rows_is_raised(talk: Talk, answer: bytes) -> None:
@@ -190,7 +184,8 @@ def test_another_count_of_rows_is_raised(talk: Talk, answer: bytes) -> None:
         talker = talk(server.url)
         with pytest.raises(IncompleteStreamError, match=r"\[2\] rows came.*says \[3\]"):
             talker.call("chat", MESSAGES)
-        rows, error = rows_and_error(talker, server)
+        stream = talker.client.chat_rows(MESSAGES, max_tokens=2)
+        rows, error = rows_and_error(talker, stream)
     assert len(rows) == 2
     assert isinstance(error, IncompleteStreamError)
 
@@ -206,6 +201,21 @@ def test_an_answer_of_another_type_is_raised(talk: Talk) -> None:
             talker.call("divergence", "a", "b", "c")
         with pytest.raises(IncompleteStreamError, match="no HTTP"):
             talker.call("chat", MESSAGES)
+
+
+def check_wide(talker: Talker) -> None:
+    """Hold rows against what the benchmark's answer holds: row t is t everywhere."""
+    whole = talker.call("chat", MESSAGES).logits
+    rows, _ = talker.rows("chat", MESSAGES)
+    for place in range(2):
+        assert (whole[place] == place).all()
+        assert (rows[place].logits == place).all()
+
+
+def test_rows_that_are_wider_than_any_buffer_arrive_as_they_were_sent(talk: Talk, wide: bytes) -> None:
+    with fake_server([wide, wide]) as server:
+        check_wide(talk(server.url))
+        assert server.num_connections == 1
 
 
 # Time.
@@ -368,11 +378,29 @@ def test_a_closed_client_has_closed_its_connections(talk: Talk, answer: bytes) -
         talker = talk(server.url)
         talker.call("chat", MESSAGES)
         threads = threading.active_count()
-        if hasattr(talker, "runner"):
+        if isinstance(talker, AsyncTalker):
             talker.runner.run(talker.client.close())
         else:
             talker.client.close()
         eventually(lambda: threading.active_count() < threads)
+
+
+# Streams that are over.
+
+
+def test_a_stream_that_is_over_ends_again_and_a_closed_or_failed_one_never_looks_like_it(
+    talk: Talk, answer: bytes
+) -> None:
+    with fake_server([answer, answer, Reply(answer[:-1], "close")]) as server:
+        talker = talk(server.url)
+        _, whole = talker.rows("chat", MESSAGES)
+        assert rows_and_error(talker, whole) == ([], None)
+        _, left = talker.rows("chat", MESSAGES, until=1)
+        failed = talker.client.chat_rows(MESSAGES)
+        assert isinstance(rows_and_error(talker, failed)[1], IncompleteStreamError)
+        for stream in (left, failed):
+            with pytest.raises(RuntimeError, match="failed or was closed"):
+                rows_and_error(talker, stream)
 
 
 # The request, and TLS.
@@ -399,15 +427,15 @@ def test_a_request_names_the_host_the_key_and_what_it_takes(
     assert b"authorization: Bearer from-the-environment\r\n" in server.requests[1]
 
 
-def test_tls_is_spoken_and_the_server_must_be_the_one_it_says(talk: Talk, answer: bytes) -> None:
+def test_tls_is_spoken_and_the_server_must_be_the_one_it_says(talk: Talk, answer: bytes, wide: bytes) -> None:
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
-    with fake_server([answer] * 4, context) as server:
+    with fake_server([answer, wide, wide], context) as server:
         talker = talk(server.url, ssl_context=trusting)
         assert talker.call("chat", MESSAGES).logits.shape == (2, 512)
-        assert len(talker.rows("chat", MESSAGES)[0]) == 2
+        check_wide(talker)
         with pytest.raises(APIConnectionError, match="certificate"):
             talk(server.url, max_retries=0).call("chat", MESSAGES)

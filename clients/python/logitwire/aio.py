@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from logitwire import calls
 from logitwire.calls import JsonCall, RowsCall
-from logitwire.config import load_config
+from logitwire.config import MAX_IDLE, load_config
 from logitwire.connection import Connection, connect
 from logitwire.errors import APIConnectionError, APIError, APITimeoutError, LogitwireError
 from logitwire.exchange import Exchange
@@ -29,9 +29,6 @@ from logitwire.results import Divergence, Generation, Row, Score
 from logitwire.retries import retry_delay_s
 
 Result = TypeVar("Result")
-
-MAX_IDLE = 16
-"""Connections that are kept for the next calls at most."""
 
 
 class AsyncClient:
@@ -335,17 +332,17 @@ class AsyncRowStream(Generic[Result]):
     before its end ends the work at the server. An answer that is not whole raises where its rows end.
 
     Attributes:
-        schema: Of the stream as it comes, metadata included; ``None`` before the first row.
+        schema: Of the stream, with its metadata; ``None`` before the first row.
     """
 
     def __init__(self, client: AsyncClient, call: RowsCall[Result], *, keep: bool) -> None:
+        self.schema: pa.Schema | None = None
         self._client = client
         self._call = call
         self._keeps = keep
         self._connection: Connection | None = None
         self._is_over = False
         self._ready: deque[Row] = deque()
-        self.schema: pa.Schema | None = None
         self._results: list[Result] = []
 
     async def __aenter__(self) -> Self:
@@ -366,10 +363,13 @@ class AsyncRowStream(Generic[Result]):
             APIError: The server refused or failed the request.
             APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
+            RuntimeError: The stream was closed before its end, or has raised before.
         """
         while not self._ready:
-            if self._is_over:
+            if self._results:
                 raise StopAsyncIteration
+            if self._is_over:
+                raise RuntimeError("the stream failed or was closed")
             try:
                 if self._connection is None:
                     self._connection = await self._client._open(self._call, keeps=self._keeps, gives=True)

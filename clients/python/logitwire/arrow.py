@@ -39,14 +39,14 @@ class Batch:
     """Rows that came together.
 
     Attributes:
-        schema: Of their stream, with its metadata.
         columns: The small columns, one value per row.
         places: Arrays (k, V) that hold the rows, one behind another; ``None`` without a column of rows.
+        schema: Of the stream, with its metadata.
     """
 
-    schema: pa.Schema
     columns: dict[str, list[Any]]
     places: list[Rows] | None
+    schema: pa.Schema | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ def read_stream(
         if head.is_compressed:
             batch = yield from _compressed(source, message, schema, places)
         else:
-            batch = yield from _plain(source, head, schema, reader, places)
+            batch = yield from _plain(source, head, reader, places)
         if head.num_rows:
             num_rows += head.num_rows
             for name, values in batch.columns.items():
                 columns[name] += values
-            yield batch
+            yield Batch(batch.columns, batch.places, schema)
     # Only a closing chunk behind the mark shows that the server got to its own end.
     if (yield from source.fill(memoryview(bytearray(1)))):
         raise IncompleteStreamError("there are bytes behind the end of the stream")
@@ -189,13 +189,10 @@ def _fill(source: Source, view: memoryview) -> Receiving[None]:
         raise IncompleteStreamError("the stream broke off in the middle of a message")
 
 
-def _plain(
-    source: Source, head: ipc.Head, schema: pa.Schema, reader: ColumnReader, places: Places | None
-) -> Receiving[Batch]:
+def _plain(source: Source, head: ipc.Head, reader: ColumnReader, places: Places | None) -> Receiving[Batch]:
     """Receive a body: rows into their places, the other columns into lists."""
     if places is None or not head.num_rows:
-        columns = reader.read(head, (yield from _bytes(source, head.body_length)))
-        return Batch(schema, columns, None)
+        return Batch(reader.read(head, (yield from _bytes(source, head.body_length))), None)
     at, length = head.buffers[-1] if head.buffers else (0, -1)
     rest = head.body_length - at - length
     if length != head.num_rows * places.row_bytes or at < 0 or rest < 0:
@@ -209,7 +206,7 @@ def _plain(
             raise IncompleteStreamError("the stream broke off in the middle of a row")
     if rest:
         yield from _bytes(source, rest)
-    return Batch(schema, columns, given)
+    return Batch(columns, given)
 
 
 def _compressed(
@@ -224,13 +221,13 @@ def _compressed(
     except (pa.ArrowException, ValueError, OSError) as error:
         raise IncompleteStreamError("a batch of the stream cannot be read") from error
     if places is None or not batch.num_rows:
-        return Batch(schema, columns, None)
+        return Batch(columns, None)
     given = places.next(columns["choice"])
     received = batch["logits"].flatten().to_numpy().reshape(-1, places.width)
     for place in given:
         place[:] = received[: len(place)]
         received = received[len(place) :]
-    return Batch(schema, columns, given)
+    return Batch(columns, given)
 
 
 def _bytes_of(place: Rows) -> memoryview:

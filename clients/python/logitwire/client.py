@@ -1,9 +1,6 @@
 """The synchronous client."""
 
-import os
-import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,7 +13,7 @@ import pyarrow as pa
 from logitwire import calls
 from logitwire.arrow import Batch
 from logitwire.calls import JsonCall, RowsCall
-from logitwire.config import Config, load_config
+from logitwire.config import load_config
 from logitwire.errors import APIConnectionError, APIError, APITimeoutError
 from logitwire.exchange import Exchange
 from logitwire.options import (
@@ -31,11 +28,9 @@ from logitwire.options import (
 )
 from logitwire.results import Divergence, Generation, Row, Score
 from logitwire.retries import retry_delay_s
+from logitwire.sockets import Idle, connect, receive, send
 
 Result = TypeVar("Result")
-
-MAX_IDLE = 16
-"""Connections that are kept for the next calls at most."""
 
 
 class Client:
@@ -66,7 +61,7 @@ class Client:
         self._config = load_config(
             base_url, api_key, timeout_s=timeout_s, max_retries=max_retries, context=ssl_context
         )
-        self._idle = _Idle()
+        self._idle = Idle()
         self._sleep: Callable[[float], None] = time.sleep
 
     def __enter__(self) -> Self:
@@ -306,14 +301,14 @@ class Client:
             except APIConnectionError:
                 pass
         exchange = Exchange(call, self._config, keeps=keeps)
-        return (yield from self._converse(_connect(self._config), exchange))
+        return (yield from self._converse(connect(self._config), exchange))
 
     def _converse(
         self, connection: socket.socket, exchange: Exchange[Result]
     ) -> Generator[Batch, None, Result]:
         """Send a request and read its answer; whatever ends it, the connection is kept or closed."""
         try:
-            send_error = _send(connection, exchange.request)
+            send_error = send(connection, exchange.request)
             answering = exchange.answer()
             received: int | None = None
             while True:
@@ -323,7 +318,7 @@ class Client:
                     received = None
                     continue
                 try:
-                    received = connection.recv_into(item)
+                    received = receive(connection, item, exchange.spare)
                 except OSError as error:
                     cause = send_error or error
                     raise exchange.failure(cause) from cause
@@ -341,15 +336,16 @@ class RowStream(Generic[Result]):
     """Rows of one answer, each as soon as the server has it.
 
     The request is sent with the first row asked for. Closing the stream, or leaving its ``with`` block,
-    before its end ends the work at the server. An answer that is not whole raises where its rows end.
+    before its end ends the work at the server. An answer that is not whole raises where its rows end. A
+    stream belongs to one thread.
 
     Attributes:
-        schema: Of the stream as it comes, metadata included; ``None`` before the first row.
+        schema: Of the stream, with its metadata; ``None`` before the first row.
     """
 
     def __init__(self, client: Client, call: RowsCall[Result], *, keep: bool) -> None:
-        self._running = client._batches(call, keeps=keep)
         self.schema: pa.Schema | None = None
+        self._running = client._batches(call, keeps=keep)
         self._ready: deque[Row] = deque()
         self._results: list[Result] = []
 
@@ -371,6 +367,7 @@ class RowStream(Generic[Result]):
             APIError: The server refused or failed the request.
             APIConnectionError: There was no answer.
             IncompleteStreamError: The answer broke off.
+            RuntimeError: The stream was closed before its end, or has raised before.
         """
         while not self._ready:
             try:
@@ -380,6 +377,8 @@ class RowStream(Generic[Result]):
             except StopIteration as stop:
                 if stop.value is not None:
                     self._results.append(stop.value)
+                if not self._results:
+                    raise RuntimeError("the stream failed or was closed") from None
                 raise
         return self._ready.popleft()
 
@@ -398,85 +397,3 @@ class RowStream(Generic[Result]):
         """End the work at the server, if it still goes on."""
         self._ready.clear()
         self._running.close()
-
-
-class _Idle:
-    """Connections that wait for the next call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []
-        self._pid = os.getpid()
-
-    def take(self) -> socket.socket | None:
-        """Return a connection that the server has not closed, if there is one."""
-        while True:
-            with self._lock:
-                if self._pid != os.getpid():
-                    # A fork shares its parent's connections, and must not speak on them.
-                    self._connections, self._pid = [], os.getpid()
-                if not self._connections:
-                    return None
-                connection = self._connections.pop()
-            if not _is_readable(connection):
-                return connection
-            connection.close()
-
-    def put(self, connection: socket.socket) -> None:
-        """Keep a connection for the next call."""
-        with self._lock:
-            if len(self._connections) < MAX_IDLE and self._pid == os.getpid():
-                self._connections.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        """Close all."""
-        with self._lock:
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
-
-
-def _is_readable(connection: socket.socket) -> bool:
-    """Tell whether bytes, or the end of the connection, came while nobody asked for any."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        return bool(selector.select(0))
-
-
-def _connect(config: Config) -> socket.socket:
-    """Open a connection.
-
-    Raises:
-        APIConnectionError: It cannot be opened.
-    """
-    try:
-        connection = socket.create_connection((config.host, config.port), config.connect_timeout_s)
-    except OSError as error:
-        kind = APITimeoutError if isinstance(error, TimeoutError) else APIConnectionError
-        raise kind(f"no connection to {config.netloc}: {error}") from error
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if config.context is not None:
-            connection = config.context.wrap_socket(connection, server_hostname=config.host)
-        connection.settimeout(config.timeout_s)
-    except OSError as error:
-        connection.close()
-        raise APIConnectionError(f"no connection to {config.netloc}: {error}") from error
-    return connection
-
-
-def _send(connection: socket.socket, request: bytes) -> OSError | None:
-    """Send a request. A server may refuse it before it has read all, so a failure is not yet one.
-
-    Raises:
-        APITimeoutError: The server does not read.
-    """
-    try:
-        connection.sendall(request)
-    except TimeoutError as error:
-        raise APITimeoutError(f"the server did not take the request: {error}") from error
-    except OSError as error:
-        return error
-    return None

@@ -11,6 +11,9 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 10.0
 """Seconds that opening a connection may take at most."""
 
+MAX_IDLE = 16
+"""Connections that a client keeps for its next calls at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

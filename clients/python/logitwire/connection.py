@@ -1,6 +1,7 @@
 """A connection of an event loop, which receives straight into the memory of rows."""
 
 import asyncio
+import os
 from collections import deque
 from typing import Any
 
@@ -8,6 +9,11 @@ from logitwire.arrow import Batch
 from logitwire.config import Config
 from logitwire.errors import APIConnectionError, APITimeoutError
 from logitwire.exchange import Exchange, Exchanging
+
+MAX_TURN_BYTES = 2**22
+"""Bytes that one turn of the event loop receives for one connection, before others have theirs."""
+
+HAS_READV = hasattr(os, "readv")
 
 MAX_READY = 8
 """Batches that nobody has taken yet, before the connection stops reading."""
@@ -45,6 +51,8 @@ class Connection(asyncio.BufferedProtocol):
         self._is_paused = False
         self._active_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
+        # Of the socket, where it may be read past the loop.
+        self._file = -1
 
     @property
     def is_lost(self) -> bool:
@@ -174,15 +182,29 @@ class Connection(asyncio.BufferedProtocol):
         """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if HAS_READV and transport.get_extra_info("sslcontext") is None:
+            self._file = transport.get_extra_info("socket").fileno()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes belong."""
         return self._wanted
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Go on with the bytes that came."""
+        """Go on with the bytes that came, and with what else is there: a turn of the loop costs more."""
         self._active_at = self.loop.time()
         self._step(nbytes)
+        left = MAX_TURN_BYTES
+        while left > 0 and self._file >= 0 and self._answering is not None and not self._is_paused:
+            assert self._exchange is not None
+            try:
+                got = receive_from(self._file, self._wanted, self._exchange.spare)
+            except OSError:
+                # There is no more, or the loop will find out why.
+                return
+            if not got:
+                return
+            left -= got
+            self._step(got)
 
     def eof_received(self) -> None:
         """Go on with the end of the connection."""
@@ -191,7 +213,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what still goes on."""
+        self._file = -1
         self._fail(exc or ConnectionError("the connection was closed"))
+
+
+def receive_from(file: int, wanted: memoryview, spare: memoryview) -> int:
+    """Read into a buffer, and what else is there into a second one, with one call; return the sum."""
+    return os.readv(file, (wanted,) if wanted.obj is spare.obj else (wanted, spare))
 
 
 async def connect(config: Config) -> Connection:

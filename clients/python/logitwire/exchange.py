@@ -65,6 +65,11 @@ class Exchange(Generic[Result]):
         return self._incoming.has_begun
 
     @property
+    def spare(self) -> memoryview:
+        """Return where bytes may go that are received behind a buffer that is full."""
+        return self._incoming.view
+
+    @property
     def may_follow(self) -> bool:
         """Tell whether the connection may serve another request."""
         return self._body is not None and self._body.may_follow

@@ -2,7 +2,8 @@
 
 Reading is written as generators that know no I/O (RFC 9112). Such a generator yields a buffer, is sent the
 number of bytes that were received into it, 0 at the end of the connection, and yields the next one. So
-threads and event loops share it, and a row goes from the socket to its place in one copy.
+threads and event loops share it, and a row goes from the socket to its place in one copy. One call can
+receive more than the buffer holds, if the rest goes to :attr:`Incoming.view`: the number sent is then larger.
 """
 
 import http.client
@@ -87,6 +88,20 @@ class Incoming:
         start = self.start
         self.start += size
         return bytes(self.view[start : self.start])
+
+    def some(self, view: memoryview) -> Receiving[int]:
+        """Receive some bytes into a buffer that is not empty; 0 at the end of the connection."""
+        if self.start == self.stop:
+            if len(view) >= BUFFER_BYTES:
+                got = yield view
+                # What came behind it is in the buffer.
+                self.start, self.stop = 0, max(0, got - len(view))
+                return min(got, len(view))
+            yield from self.refill()
+        got = min(len(view), self.stop - self.start)
+        view[:got] = self.view[self.start : self.start + got]
+        self.start += got
+        return got
 
     def refill(self) -> Receiving[int]:
         """Receive some bytes into the buffer, which must be empty; 0 at the end of the connection."""
@@ -188,14 +203,7 @@ class Body:
                     yield from self._begin_chunk()
                 continue
             wanted = min(size - at, self._left) if self._is_bounded else size - at
-            got = min(wanted, incoming.stop - incoming.start)
-            if got:
-                view[at : at + got] = incoming.view[incoming.start : incoming.start + got]
-                incoming.start += got
-            elif wanted >= BUFFER_BYTES:
-                got = yield view[at : at + wanted]
-            elif (yield from incoming.refill()):
-                continue
+            got = yield from incoming.some(view[at : at + wanted])
             at += got
             self._left -= got
             if not got:
