@@ -19,7 +19,7 @@ import pytest
 
 from logitwire import Capture, Client, check_capture, open_capture
 from logitwire.capture import shards
-from logitwire.capture.folder import Folder
+from logitwire.capture.folder import Folder, read_manifest
 from logitwire.cli import main
 from tests.conftest import Serve
 from tests.fakes import hooked_load
@@ -70,7 +70,9 @@ def write_prompts(path: Path, lines: Sequence[dict[str, Any]] | None = None) -> 
 
 
 def num_recorded(folder: Path) -> int:
-    return len(open_capture(folder)) if (folder / "manifest.jsonl").exists() else 0
+    # The manifest of a capture that has just begun may be empty.
+    _, recorded = read_manifest(folder)
+    return sum(len(shard.answers) for shard in recorded)
 
 
 def contents(capture: Capture) -> dict[str, Any]:
