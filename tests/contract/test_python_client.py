@@ -118,7 +118,7 @@ def test_the_servers_refusal_is_raised_with_its_parts(scripted: ServerThread) ->
 
 def test_no_server_is_said_to_be_none() -> None:
     with pytest.raises(APIConnectionError):
-        Client("http://127.0.0.1:9").chat(MESSAGES)
+        Client("http://127.0.0.1:9", max_retries=0).chat(MESSAGES)
     with pytest.raises(ValueError, match="not an http"):
         Client("127.0.0.1:8000")
 

@@ -28,6 +28,13 @@ RESPONSE_KEY = b"logitwire.response"
 END_KEY = b"logitwire.end"
 ERROR_KEY = b"logitwire.error"
 
+MAX_BYTES = 2**31
+"""Of one message without its rows; nothing real is as large."""
+
+FIRST_BYTES = 2**20
+
+MAX_PADDING = 64
+
 _FRAME = struct.Struct("<Ii")
 
 ReadInto = Callable[[memoryview], int]
@@ -97,7 +104,7 @@ def read_stream(
     if first is None or first.head.kind != ipc.SCHEMA:
         raise IncompleteStreamError("the stream does not begin with a schema")
     schema, response = _schema(first.metadata)
-    yield from _fill(source, memoryview(bytearray(first.head.body_length)))
+    yield from _bytes(source, first.head.body_length)
     reader = ColumnReader([Column(each.name, each.type) for each in schema if each.name != "logits"])
     columns: dict[str, list[Any]] = {name: [] for name in reader.names}
     places = _places(schema, max_rows_of if keeps else None)
@@ -179,8 +186,15 @@ def _message(source: Source) -> Receiving[_Message | None]:
 
 
 def _bytes(source: Source, size: int) -> Receiving[bytes]:
-    received = bytearray(size)
+    if not 0 <= size <= MAX_BYTES:
+        raise IncompleteStreamError(f"a message of the stream claims {size} bytes")
+    received = bytearray(min(size, FIRST_BYTES))
     yield from _fill(source, memoryview(received))
+    while len(received) < size:
+        # A wrong length shall not take memory for more than comes.
+        more = bytearray(min(size - len(received), len(received)))
+        yield from _fill(source, memoryview(more))
+        received += more
     return bytes(received)
 
 
@@ -195,7 +209,7 @@ def _plain(source: Source, head: ipc.Head, reader: ColumnReader, places: Places 
         return Batch(reader.read(head, (yield from _bytes(source, head.body_length))), None)
     at, length = head.buffers[-1] if head.buffers else (0, -1)
     rest = head.body_length - at - length
-    if length != head.num_rows * places.row_bytes or at < 0 or rest < 0:
+    if length != head.num_rows * places.row_bytes or not 0 <= rest < MAX_PADDING:
         raise IncompleteStreamError("a batch of the stream does not hold as many rows as it says")
     # The other columns come first in the body, and say whose rows follow.
     columns = reader.read(head, source.take(at) or (yield from _bytes(source, at)))
@@ -213,10 +227,10 @@ def _compressed(
     source: Source, message: _Message, schema: pa.Schema, places: Places | None
 ) -> Receiving[Batch]:
     """Receive a body whose buffers are compressed; its rows are copied once, by their decompression."""
-    body = bytearray(message.head.body_length)
-    yield from _fill(source, memoryview(body))
+    body = yield from _bytes(source, message.head.body_length)
     try:
         batch = pa.ipc.read_record_batch(pa.py_buffer(ipc.framed(message.metadata) + body), schema)
+        batch.validate(full=True)
         columns = {name: batch[name].to_pylist() for name in schema.names if name != "logits"}
     except (pa.ArrowException, ValueError, OSError) as error:
         raise IncompleteStreamError("a batch of the stream cannot be read") from error
@@ -238,9 +252,10 @@ def _schema(metadata: bytes) -> tuple[pa.Schema, dict[str, Any]]:
     """Return the schema of a stream, and what it says of the answer."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(ipc.framed(metadata)))
+        has_choices = schema.names.count("choice") == 1 and schema.field("choice").type == pa.int32()
     except (pa.ArrowException, ValueError, OSError) as error:
         raise IncompleteStreamError("the stream has no schema that can be read") from error
-    if "choice" not in schema.names or schema.field("choice").type != pa.int32():
+    if not has_choices:
         raise IncompleteStreamError("the stream does not say whose rows it holds")
     return schema, _object((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
 
@@ -271,6 +286,7 @@ def _places(schema: pa.Schema, max_rows_of: Sequence[int | None] | None) -> Plac
     if (
         schema.names[-1] != "logits"
         or not pa.types.is_fixed_size_list(kind)
+        or kind.list_size < 1
         or kind.value_type not in (pa.float16(), pa.float32())
     ):
         raise IncompleteStreamError("the logits are not the last column, or no rows of floats")

@@ -58,7 +58,13 @@ class ColumnReader:
 
     def _read_arrays(self, head: Head, body: bytes) -> dict[str, list[Any]]:
         whole, buffers, nodes = pa.py_buffer(body), iter(head.buffers), iter(head.nodes)
-        return {each.name: _array(each.kind, whole, buffers, nodes).to_pylist() for each in self._columns}
+        values = {}
+        for each in self._columns:
+            array = _array(each.kind, whole, buffers, nodes)
+            # Unchecked offsets would be read wherever they point.
+            array.validate(full=True)
+            values[each.name] = array.to_pylist()
+        return values
 
 
 NUMBER, NULL, TEXT, BYTES = range(4)

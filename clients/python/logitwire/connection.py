@@ -192,12 +192,13 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Go on with the bytes that came, and with what else is there: a turn of the loop costs more."""
         self._active_at = self.loop.time()
-        self._step(nbytes)
         left = MAX_TURN_BYTES
-        while left > 0 and self._file >= 0 and self._answering is not None and not self._is_paused:
-            assert self._exchange is not None
+        # A buffer that was not filled says that there is no more.
+        is_full = nbytes == len(self._wanted)
+        self._step(nbytes)
+        while is_full and left > 0 and self._may_read_on:
             try:
-                got = receive_from(self._file, self._wanted, self._exchange.spare)
+                got, is_full = self._read()
             except OSError:
                 # There is no more, or the loop will find out why.
                 return
@@ -205,6 +206,18 @@ class Connection(asyncio.BufferedProtocol):
                 return
             left -= got
             self._step(got)
+
+    @property
+    def _may_read_on(self) -> bool:
+        return self._file >= 0 and self._answering is not None and not self._is_paused
+
+    def _read(self) -> tuple[int, bool]:
+        """Read into the buffer, and what else is there into the spare one; tell whether both are full."""
+        assert self._exchange is not None
+        wanted, spare = self._wanted, self._exchange.spare
+        buffers = (wanted,) if wanted.obj is spare.obj else (wanted, spare)
+        got = os.readv(self._file, buffers)
+        return got, got == sum(map(len, buffers))
 
     def eof_received(self) -> None:
         """Go on with the end of the connection."""
@@ -215,11 +228,6 @@ class Connection(asyncio.BufferedProtocol):
         """Fail what still goes on."""
         self._file = -1
         self._fail(exc or ConnectionError("the connection was closed"))
-
-
-def receive_from(file: int, wanted: memoryview, spare: memoryview) -> int:
-    """Read into a buffer, and what else is there into a second one, with one call; return the sum."""
-    return os.readv(file, (wanted,) if wanted.obj is spare.obj else (wanted, spare))
 
 
 async def connect(config: Config) -> Connection:

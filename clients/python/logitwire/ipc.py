@@ -76,7 +76,10 @@ class _FlatTable:
         if at is None:
             return 0, 0
         at += self._read("<I", at)
-        return at + 4, self._read("<I", at)
+        length = self._read("<I", at)
+        if length > len(self._data):
+            raise struct.error("a vector is longer than its message")
+        return at + 4, length
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
         """Return a vector of structs of two int64."""
@@ -101,7 +104,7 @@ def _parse(metadata: bytes) -> Head:
         message = _FlatTable(metadata, struct.unpack_from("<I", metadata)[0])
         kind = message.integer(1, "<B")
         batch = message.table(2) if kind == RECORD_BATCH else None
-        return Head(
+        head = Head(
             kind=kind,
             body_length=message.integer(3, "<q"),
             num_rows=0 if batch is None else batch.integer(0, "<q"),
@@ -112,6 +115,9 @@ def _parse(metadata: bytes) -> Head:
         )
     except struct.error as error:
         raise IncompleteStreamError("a message of the stream cannot be read") from error
+    if head.body_length < 0 or head.num_rows < 0 or any(min(each) < 0 for each in head.buffers):
+        raise IncompleteStreamError("a message of the stream has less than nothing")
+    return head
 
 
 _parse_again = lru_cache(1024)(_parse)

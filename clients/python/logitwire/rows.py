@@ -66,13 +66,14 @@ class Kept(Places):
             max_rows_of: For each choice how many rows may come, if that is known.
         """
         super().__init__(width, dtype)
+        self._numbers = range(len(max_rows_of))
         self._of = [_Growing(width, dtype, max_rows) for max_rows in max_rows_of]
 
     def next(self, choices: Sequence[int]) -> list[Rows]:
         """Return one array per run of rows of one choice."""
-        if len(choices) == 1 and 0 <= choices[0] < len(self._of):
+        if len(choices) == 1 and choices[0] in self._numbers:
             return [self._of[choices[0]].next(1)]
-        if not all(0 <= each < len(self._of) for each in choices):
+        if not all(each in self._numbers for each in choices):
             raise IncompleteStreamError(f"not all rows are of choices 0 to {len(self._of) - 1}")
         return [self._of[choice].next(len(list(run))) for choice, run in groupby(choices)]
 

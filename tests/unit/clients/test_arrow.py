@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,3 +189,23 @@ def test_rows_of_another_choice_than_expected_make_no_result() -> None:
         read(choices_stream([[0]], [1, 2]), max_rows_of=[1, 2])
     with pytest.raises(IncompleteStreamError, match="choices 0 to 0"):
         read(choices_stream([[-1]], [1]), max_rows_of=[1])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [stream([1, 1]), stream([3]), choices_stream([[0, 1]], [1, 1]), choices_stream([[0, 1]], [1, 1], "lz4")],
+    ids=["single rows", "many rows", "lists", "compressed"],
+)
+def test_a_stream_with_wrong_bytes_is_read_or_refused_and_nothing_else(data: bytes) -> None:
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(rng.choice([1, 1, 3])):
+            at = rng.randrange(len(changed))
+            changed[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        try:
+            read(bytes(changed), max_rows_of=[1, 1])
+        except (IncompleteStreamError, APIError):
+            num_refused += 1
+    assert num_refused > 100
