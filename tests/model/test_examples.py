@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import jensenshannon
+from scipy.special import softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.loading import embedded_checkpoint
+from logitwire import IterationTracker
 from ops.process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,27 @@ def test_a_student_comes_closer_to_the_teacher(server: ServerProcess) -> None:
     losses = [float(line.split()[2]) for line in output.splitlines() if re.match(r" +\d+ ", line)]
     assert len(losses) == 12
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_refinement_loop_converges(server: ServerProcess, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--max-tokens", "10", "--keep-rows", "all", "--no-plots", "-o", folder]
+    task = f"{EXAMPLES}/task.yaml"
+    command = [sys.executable, "-m", "logitwire", "loop", task, "--base-url", server.url, *map(str, options)]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    assert "\nconverged: " in output
+    tracker = IterationTracker.load(folder / "iterations.parquet")
+    assert tracker.converged
+    first, second = tracker.iterations[:2]
+    num = tracker.comparisons[0].alignment.num_same_prefix
+    assert first.logits is not None
+    assert second.logits is not None
+    p, q = (softmax(np.asarray(each.logits, np.float64)[:num], axis=-1) for each in (first, second))
+    mean = np.mean(jensenshannon(p, q, base=2, axis=-1) ** 2)
+    # The critic's words moved the generator at first, and are printed as the file has them.
+    assert tracker.mean_jsd[0] == pytest.approx(mean, abs=1e-6)
+    assert mean > tracker.threshold
+    assert f"  {mean:.6f}  {second.text!r}" in output
 
 
 def test_the_calibration_of_a_text_is_that_of_a_forward_pass(server: ServerProcess) -> None:

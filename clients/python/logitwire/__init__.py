@@ -2,6 +2,7 @@
 
 from logitwire.aio import AsyncClient, AsyncRowStream
 from logitwire.alignment import Alignment, align, common_prefix
+from logitwire.capture import Capture, CaptureError, check_capture, open_capture
 from logitwire.client import Client, RowStream
 from logitwire.errors import (
     APIConnectionError,
@@ -34,6 +35,8 @@ __all__ = [
     "AsyncRowStream",
     "AuthenticationError",
     "BadRequestError",
+    "Capture",
+    "CaptureError",
     "Client",
     "Comparison",
     "ContextLengthError",
@@ -56,11 +59,13 @@ __all__ = [
     "ServerError",
     "UnprocessableEntityError",
     "align",
+    "check_capture",
     "common_prefix",
     "entropy",
     "jsd",
     "kl",
     "logprobs_of",
+    "open_capture",
     "perplexity",
     "read_rows",
     "tvd",

@@ -7,6 +7,8 @@ from ssl import SSLContext
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
+import pyarrow as pa
+
 from logitwire import calls
 from logitwire.calls import JsonCall, RowsCall
 from logitwire.config import MAX_IDLE, load_config
@@ -332,9 +334,13 @@ class AsyncRowStream(Generic[Result]):
 
     The request is sent with the first row asked for. Closing the stream, or leaving its ``async with`` block,
     before its end ends the work at the server. An answer that is not whole raises where its rows end.
+
+    Attributes:
+        schema: Of the stream, with its metadata; ``None`` before the first row.
     """
 
     def __init__(self, client: AsyncClient, call: RowsCall[Result], *, keep: bool) -> None:
+        self.schema: pa.Schema | None = None
         self._client = client
         self._call = call
         self._keeps = keep
@@ -379,6 +385,7 @@ class AsyncRowStream(Generic[Result]):
                 self._results.append(self._connection.result)
                 self._give_up()
             else:
+                self.schema = batch.schema
                 self._ready.extend(calls.rows_of(batch))
         return self._ready.popleft()
 

@@ -48,10 +48,12 @@ class Batch:
     Attributes:
         columns: The small columns, one value per row.
         places: Arrays (k, V) that hold the rows, one behind another; ``None`` without a column of rows.
+        schema: Of the stream, with its metadata.
     """
 
     columns: dict[str, list[Any]]
     places: list[Rows] | None
+    schema: pa.Schema | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def read_stream(
         if row is not None:
             yield from _row(source, row.place)
             if gives:
-                yield Batch(singles.columns_of(row), [row.place])
+                yield Batch(singles.columns_of(row), [row.place], schema)
             continue
         message = yield from _message(source)
         if message is None:
@@ -131,7 +133,7 @@ def read_stream(
             for name, values in batch.columns.items():
                 columns[name] += values
             if gives:
-                yield batch
+                yield Batch(batch.columns, batch.places, schema)
     singles.move_to(columns)
     # Only a closing chunk behind the mark shows that the server got to its own end.
     if (yield from source.fill(memoryview(bytearray(1)))):

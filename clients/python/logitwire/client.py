@@ -8,6 +8,8 @@ from ssl import SSLContext
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
+import pyarrow as pa
+
 from logitwire import calls
 from logitwire.arrow import Batch
 from logitwire.calls import JsonCall, RowsCall
@@ -336,9 +338,13 @@ class RowStream(Generic[Result]):
     The request is sent with the first row asked for. Closing the stream, or leaving its ``with`` block,
     before its end ends the work at the server. An answer that is not whole raises where its rows end. A
     stream belongs to one thread.
+
+    Attributes:
+        schema: Of the stream, with its metadata; ``None`` before the first row.
     """
 
     def __init__(self, client: Client, call: RowsCall[Result], *, keep: bool) -> None:
+        self.schema: pa.Schema | None = None
         self._running = client._batches(call, keeps=keep, gives=True)
         self._ready: deque[Row] = deque()
         self._results: list[Result] = []
@@ -365,7 +371,9 @@ class RowStream(Generic[Result]):
         """
         while not self._ready:
             try:
-                self._ready.extend(calls.rows_of(next(self._running)))
+                batch = next(self._running)
+                self.schema = batch.schema
+                self._ready.extend(calls.rows_of(batch))
             except StopIteration as stop:
                 if stop.value is not None:
                     self._results.append(stop.value)

@@ -8,6 +8,7 @@ same. Files are mapped into memory: rows are read from the disk when they are us
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,54 @@ def read_rows(path: str | Path, *, choice: int | None = None) -> RowFile:
         RowFileError: It is no such file, or has several choices, or not this one.
     """
     path = Path(path)
+    whole = _read(path)
+    if len(set(whole.columns.get("id", ()))) > 1:
+        raise RowFileError(f"{path} holds the answers of a capture; logitwire.open_capture reads its folder")
+    return _pick(path, whole, choice)
+
+
+class JoinedFile:
+    """A file that holds several answers, one behind another."""
+
+    def __init__(self, path: str | Path, lengths: Sequence[int]) -> None:
+        """Open it.
+
+        Args:
+            path: An Arrow file or Parquet.
+            lengths: Rows of each answer, of all its choices and of its prompt.
+
+        Raises:
+            OSError: The file cannot be read.
+            RowFileError: It is no such file, or has another number of rows.
+        """
+        self._path = Path(path)
+        self._whole = _read(self._path)
+        self._ends = list(accumulate(lengths, initial=0))
+        num = len(next(iter(self._whole.columns.values()), ()))
+        if num != self._ends[-1]:
+            raise RowFileError(f"{path} has {num} rows, and should have {self._ends[-1]}")
+
+    def answer(self, place: int, response: dict[str, Any], *, choice: int | None = None) -> RowFile:
+        """Return one choice of an answer by its number; see :func:`read_rows`."""
+        start, stop = self._ends[place], self._ends[place + 1]
+        columns = {name: values[start:stop] for name, values in self._whole.columns.items()}
+        rows = None if self._whole.logits is None else PickedRows(self._whole.logits, np.arange(start, stop))
+        return _pick(self._path, _Whole(columns, rows, response), choice)
+
+
+def _read(path: Path) -> "_Whole":
     with path.open("rb") as file:
         mark = file.read(6)
     try:
         if mark == ARROW_FILE_MARK:
-            whole = _read_arrow_file(path)
-        elif mark.startswith(PARQUET_MARK):
-            whole = _read_parquet(path)
-        elif mark.startswith(STREAM_MARK):
-            whole = _read_stream(path)
-        else:
-            raise RowFileError(f"{path} is no Arrow stream, no Arrow file and no Parquet{_hint(path)}")
+            return _read_arrow_file(path)
+        if mark.startswith(PARQUET_MARK):
+            return _read_parquet(path)
+        if mark.startswith(STREAM_MARK):
+            return _read_stream(path)
     except pa.ArrowInvalid as error:
         raise RowFileError(f"{path} cannot be read: {error}") from error
-    return _pick(path, whole, choice)
+    raise RowFileError(f"{path} is no Arrow stream, no Arrow file and no Parquet{_hint(path)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +129,7 @@ class _Whole:
     """All rows of a file."""
 
     columns: dict[str, list[Any]]
-    logits: ChunkedRows | None
+    logits: SlicedRows | None
     response: dict[str, Any]
 
 

@@ -2,7 +2,7 @@
 
 Each subcommand is a module with ``add_parser(subparsers)``, which sets ``run`` as its parser's default, and
 ``run(args)``, which returns the exit code. Exit codes: 0 done; 1 the server or the connection failed; 2 bad
-arguments or bad input; 130 interrupted.
+arguments or bad input, which a request that the server refuses is too; 130 interrupted.
 """
 
 import argparse
@@ -10,21 +10,26 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TypeAlias
 
-from logitwire.cli import jsd
-from logitwire.errors import LogitwireError
+from logitwire.cli import capture, chat, jsd, loop, rows
+from logitwire.errors import BadRequestError, LogitwireError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-COMMANDS = (jsd,)
+COMMANDS = (chat, rows, jsd, loop, capture)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="logitwire", description="Complete rows of logits on the command line."
+        prog="logitwire",
+        description="Complete rows of logits on the command line.",
+        epilog="""Exit codes: 0 done; 1 the server or the connection failed; 2 bad arguments, bad input, or a
+        request that the server refuses; 130 interrupted.""",
     )
+    parser.add_argument("--version", action="version", version=f"logitwire {version('logitwire')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
@@ -39,10 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (ImportError, OSError, ValueError) as error:
-        print(f"logitwire {args.command}: {error}", file=sys.stderr)
-        return 2
+    except (BadRequestError, ImportError, OSError, ValueError) as error:
+        return _fail(args.command, error, 2)
     except LogitwireError as error:
-        print(f"logitwire {args.command}: {error}", file=sys.stderr)
-        return 1
+        return _fail(args.command, error, 1)
+    return code
+
+
+def _fail(command: str, error: Exception, code: int) -> int:
+    """Say what went wrong, in one line, and return the exit code."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"logitwire {command}: {message}", file=sys.stderr)
     return code
