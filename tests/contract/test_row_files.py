@@ -4,7 +4,6 @@ import csv
 import http.client
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -165,14 +164,26 @@ def test_what_is_no_row_file_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path / "nothing")
 
 
-def test_a_stream_with_offsets_that_lead_elsewhere_is_refused(scripted: ServerThread, tmp_path: Path) -> None:
-    path = save(scripted, tmp_path / "x")
-    data = path.read_bytes()
-    # Where the string ends, which stands before it.
-    path.write_bytes(re.sub(rb"\x07\0\0\0(\0*content)", rb"\0\0\0\x7f\1", data))
-    assert path.read_bytes() != data
+def test_a_file_is_shown_without_its_columns_and_rows(scripted: ServerThread, tmp_path: Path) -> None:
+    shown = repr(read_rows(save(scripted, tmp_path / "x")))
+    assert shown == f"<RowFile of {len('Hello from the scripted model.') + 1} tokens, rows (31, 512) float16>"
+
+
+def test_a_stream_with_offsets_that_lead_elsewhere_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"token_id": pa.array([1], pa.int32()), "segment": ["content"]})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+        empty = pa.RecordBatch.from_pylist([], schema=table.schema)
+        writer.write_batch(empty, custom_metadata={END_KEY: b'{"rows": [1]}'})
+    offset, content = b"\x07\0\0\0", b"content"
+    assert offset + content in sink.getvalue()
+    (tmp_path / "whole").write_bytes(sink.getvalue())
+    assert read_rows(tmp_path / "whole").token_ids == [1]
+    torn = sink.getvalue().replace(offset + content, b"\0\0\0\x7f" + content)
+    (tmp_path / "torn").write_bytes(torn)
     with pytest.raises(RowFileError, match="cannot be read"):
-        read_rows(path)
+        read_rows(tmp_path / "torn")
 
 
 @pytest.mark.parametrize("rows", [[6.0], {"0": 6}, "6", None])

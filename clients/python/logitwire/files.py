@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from logitwire.arrow import END_KEY, ERROR_KEY, RESPONSE_KEY
 from logitwire.errors import IncompleteStreamError, LogitwireError, api_error
-from logitwire.views import ChunkedRows, PickedRows, SlicedRows
+from logitwire.views import ChunkedRows, PickedRows, SlicedRows, shown
 
 ARROW_FILE_MARK = b"ARROW1"
 PARQUET_MARK = b"PAR1"
@@ -33,7 +33,7 @@ class RowFileError(LogitwireError, ValueError):
     """The file holds no rows of an answer, or not those that were asked for."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RowFile:
     """The rows of one choice in a file.
 
@@ -53,6 +53,9 @@ class RowFile:
     logits: SlicedRows | None
     response: dict[str, Any]
     columns: dict[str, list[Any]]
+
+    def __repr__(self) -> str:
+        return f"<RowFile of {len(self.token_ids)} tokens, {shown(self.logits)}>"
 
     @property
     def text(self) -> str:
