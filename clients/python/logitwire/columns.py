@@ -107,10 +107,11 @@ class Form:
             if kind == NUMBER:
                 value = found[place]
             elif kind != NULL:
-                start, stop, value = found[place : place + 3]
-                if not 0 <= start <= stop <= len(value):
+                # Behind the two offsets stands the string.
+                start, stop = found[place], found[place + 1]
+                value = found[place + 2][start:stop]
+                if start < 0 or len(value) != stop - start:
                     raise ValueError("a string lies outside of its column")
-                value = value[start:stop]
                 value = value.decode() if kind == TEXT else value
             columns.setdefault(name, []).append(value)
 
