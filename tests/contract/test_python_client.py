@@ -1,6 +1,7 @@
 """The project's own client against a real server."""
 
 import math
+import pickle
 import threading
 from typing import Any
 
@@ -43,6 +44,19 @@ def test_a_chat_returns_text_ids_logprobs_and_rows(scripted: ServerThread, base:
     exact = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
     np.testing.assert_allclose(result.logprobs, exact[np.arange(num), result.token_ids], atol=1e-2)
     assert (jsd(result.logits, result.logits) == 0).all()
+
+
+def test_results_are_shown_and_pickled_without_more_than_their_rows(scripted: ServerThread) -> None:
+    client = Client(scripted.url)
+    answer = client.chat(MESSAGES, max_tokens=20, logits="float32")
+    assert answer.logits is not None
+    content = pickle.dumps(answer)
+    assert len(content) < 1.5 * answer.logits.nbytes
+    again = pickle.loads(content)
+    np.testing.assert_array_equal(again.logits, answer.logits)
+    assert again.to_arrow() == answer.to_arrow()
+    apart = client.divergence("a", "b", "and so on" * 20)
+    assert max(map(len, map(repr, (answer, apart)))) < 200
 
 
 @pytest.mark.parametrize("max_tokens", [None, 31, 3])

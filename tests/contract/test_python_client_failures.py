@@ -1,5 +1,7 @@
 """What both Python clients make of servers and networks that fail."""
 
+import os
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from logitwire import (
 from logitwire.calls import chat
 from logitwire.config import load_config
 from logitwire.exchange import Exchange
+from logitwire.sockets import Idle
 from ops.bench.client_server import recorded_answer as replayed_answer
 from ops.bench.transport_server import ROW_BYTES
 from tests.clients import MESSAGES, TALKERS, AsyncTalker, Reply, Talker, fake_server, recorded_answer, refusal
@@ -371,6 +374,15 @@ def test_a_connection_is_not_kept_where_more_may_come_or_the_server_says_so(
         for _ in range(2):
             assert talker.call("chat", MESSAGES).text == "He"
         assert server.num_connections == 2
+
+
+def test_a_fork_closes_its_own_ends_of_kept_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, (mine, theirs) = Idle(), socket.socketpair()
+    idle.put(mine)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert idle.take() is None
+    assert mine.fileno() == -1
+    theirs.close()
 
 
 def test_a_closed_client_has_closed_its_connections(talk: Talk, answer: bytes) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from logitwire import Client, IncompleteStreamError, IterationTracker, RowFileError, jsd, read_rows
-from logitwire.arrow import ERROR_KEY
+from logitwire.arrow import END_KEY, ERROR_KEY
 from logitwire.cli import main
 from schemas.arrow import MEDIA_TYPE
 from tests.serving import ServerThread
@@ -147,6 +147,7 @@ def test_what_is_no_row_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "empty").touch()
     (tmp_path / "refusal").write_text('{"error": {"message": "no such model"}}')
+    (tmp_path / "lines").write_text('{\n"error":\n{}}')
     (tmp_path / "torn").write_bytes(b"PAR1 and no more")
     for name, message in (
         ("other", "has no column token_id; it has x"),
@@ -154,12 +155,63 @@ def test_what_is_no_row_file_is_named(tmp_path: Path) -> None:
         ("text", "is no Arrow stream, no Arrow file and no Parquet"),
         ("empty", "it is empty"),
         ("refusal", "JSON, perhaps a refusal: .*no such model"),
+        ("lines", r"^[^\n]*JSON, perhaps a refusal: [^\n]*$"),
         ("torn", "cannot be read"),
     ):
         with pytest.raises(RowFileError, match=message):
             read_rows(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_rows(tmp_path / "nothing")
+
+
+def test_a_file_is_shown_without_its_columns_and_rows(scripted: ServerThread, tmp_path: Path) -> None:
+    shown = repr(read_rows(save(scripted, tmp_path / "x")))
+    assert shown == f"<RowFile of {len('Hello from the scripted model.') + 1} tokens, rows (31, 512) float16>"
+
+
+def test_a_stream_with_offsets_that_lead_elsewhere_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"token_id": pa.array([1], pa.int32()), "segment": ["content"]})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+        empty = pa.RecordBatch.from_pylist([], schema=table.schema)
+        writer.write_batch(empty, custom_metadata={END_KEY: b'{"rows": [1]}'})
+    offset, content = b"\x07\0\0\0", b"content"
+    assert offset + content in sink.getvalue()
+    (tmp_path / "whole").write_bytes(sink.getvalue())
+    assert read_rows(tmp_path / "whole").token_ids == [1]
+    torn = sink.getvalue().replace(offset + content, b"\0\0\0\x7f" + content)
+    (tmp_path / "torn").write_bytes(torn)
+    with pytest.raises(RowFileError, match="cannot be read"):
+        read_rows(tmp_path / "torn")
+
+
+@pytest.mark.parametrize("rows", [[6.0], {"0": 6}, "6", None])
+def test_an_end_record_of_another_form_is_no_end(rows: Any, scripted: ServerThread, tmp_path: Path) -> None:
+    reader = pa.ipc.open_stream(save(scripted, tmp_path / "x").read_bytes())
+    path = tmp_path / "other"
+    with pa.ipc.new_stream(path, reader.schema) as writer:
+        empty = pa.RecordBatch.from_pylist([], schema=reader.schema)
+        writer.write_batch(reader.read_next_batch())
+        writer.write_batch(empty, custom_metadata={END_KEY: json.dumps({"rows": rows})})
+    with pytest.raises(IncompleteStreamError, match="its end record says"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("logits", pa.array([[1.0, 2.0]])),
+        ("logits", pa.array([1.0])),
+        ("token_id", pa.array([1.5])),
+        ("choice", pa.array([None], pa.int32())),
+    ],
+)
+def test_columns_unlike_the_wires_are_named(column: str, values: Any, tmp_path: Path) -> None:
+    columns = {"token_id": pa.array([1]), column: values}
+    pq.write_table(pa.table(columns), tmp_path / "x")
+    with pytest.raises(RowFileError, match=f"column {column}"):
+        read_rows(tmp_path / "x")
 
 
 @pytest.fixture

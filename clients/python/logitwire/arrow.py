@@ -236,6 +236,8 @@ def _plain(source: Source, head: ipc.Head, reader: ColumnReader, places: Places 
         return Batch(reader.read(head, (yield from _bytes(source, head.body_length))), None)
     at, length = head.buffers[-1] if head.buffers else (0, -1)
     rest = head.body_length - at - length
+    if any(null_count for _, null_count in head.nodes[-2:]):
+        raise IncompleteStreamError("a batch of the stream has logits that are null")
     if length != head.num_rows * places.row_bytes or not 0 <= rest < MAX_PADDING:
         raise IncompleteStreamError("a batch of the stream does not hold as many rows as it says")
     # The other columns come first in the body, and say whose rows follow.
@@ -261,8 +263,10 @@ def _compressed(
         raise IncompleteStreamError("a batch of the stream cannot be read") from error
     if places is None or not batch.num_rows:
         return Batch(columns, None)
+    if batch["logits"].null_count or (values := batch["logits"].flatten()).null_count:
+        raise IncompleteStreamError("a batch of the stream has logits that are null")
     given = places.next(columns["choice"])
-    received = batch["logits"].flatten().to_numpy().reshape(-1, places.width)
+    received = values.to_numpy().reshape(-1, places.width)
     for place in given:
         place[:] = received[: len(place)]
         received = received[len(place) :]

@@ -272,7 +272,8 @@ def _choice(
         token_ids=own["token_id"],
         tokens=own["token"],
         logprobs=np.asarray(own["logprob"], np.float32),
-        logits=None if rows is None else rows[num_prompt:],
+        # The very array where it can be: a pickle or a deep copy then holds the rows once.
+        logits=rows if rows is None or not num_prompt else rows[num_prompt:],
         prompt_token_ids=wire.get("prompt_token_ids", end.get("prompt_token_ids")),
         prompt_logits=None if rows is None or not num_prompt else rows[:num_prompt],
         columns=own,

@@ -97,14 +97,21 @@ class Form:
         return row
 
     def extend(self, columns: dict[str, list[Any]], found: tuple[Any, ...]) -> None:
-        """Add the one value of each column to the lists of all rows."""
+        """Add the one value of each column to the lists of all rows.
+
+        Raises:
+            ValueError: A string is none.
+        """
         for name, place, kind in self.places:
             value: Any = None
             if kind == NUMBER:
                 value = found[place]
             elif kind != NULL:
                 # Behind the two offsets stands the string.
-                value = found[place + 2][found[place] : found[place + 1]]
+                start, stop = found[place], found[place + 1]
+                value = found[place + 2][start:stop]
+                if start < 0 or len(value) != stop - start:
+                    raise ValueError("a string lies outside of its column")
                 value = value.decode() if kind == TEXT else value
             columns.setdefault(name, []).append(value)
 
@@ -118,7 +125,7 @@ _STRINGS = {pa.utf8(): TEXT, pa.binary(): BYTES}
 
 
 def _form_of(columns: Sequence[Column], head: Head) -> Form | None:
-    """Return how to read a batch of one row; ``None`` if it has columns of lists."""
+    """Return how to read a batch of one row; ``None`` if it has columns of lists, or of another length."""
     form, end, num_values = "<", 0, 0
     places = []
     buffers, nodes = iter(head.buffers), iter(head.nodes)
@@ -126,7 +133,9 @@ def _form_of(columns: Sequence[Column], head: Head) -> Form | None:
         number, string = _NUMBERS.get(column.kind), _STRINGS.get(column.kind)
         if number is None and string is None:
             return None
-        _, null_count = next(nodes)
+        length, null_count = next(nodes)
+        if length != 1:
+            return None
         next(buffers)  # the validity bitmap
         at, _ = next(buffers)
         # Each buffer lies behind the one before; where they do not, there is no such format.
@@ -158,8 +167,12 @@ def _array(
     elif pa.types.is_list(kind):
         own = [next(buffers) for _ in range(2)]
         children = [_array(kind.value_type, body, buffers, nodes)]
+    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+        own = [next(buffers) for _ in range(3)]
+    elif pa.types.is_primitive(kind):
+        own = [next(buffers) for _ in range(2)]
     else:
-        own = [next(buffers) for _ in range(3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2)]
+        raise pa.ArrowNotImplementedError(f"the wire has no columns of {kind}")
     # The first buffer is the validity bitmap, which may be left out where nothing is null.
     slices = [body.slice(at, size) if size or place else None for place, (at, size) in enumerate(own)]
     return pa.Array.from_buffers(kind, length, slices, null_count, children=children)

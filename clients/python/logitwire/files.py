@@ -6,7 +6,7 @@ same. Files are mapped into memory: rows are read from the disk when they are us
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from logitwire.arrow import END_KEY, ERROR_KEY, RESPONSE_KEY
-from logitwire.errors import IncompleteStreamError, LogitwireError
-from logitwire.views import ChunkedRows, PickedRows, SlicedRows
+from logitwire.errors import IncompleteStreamError, LogitwireError, api_error
+from logitwire.views import ChunkedRows, PickedRows, SlicedRows, shown
 
 ARROW_FILE_MARK = b"ARROW1"
 PARQUET_MARK = b"PAR1"
@@ -34,7 +34,7 @@ class RowFileError(LogitwireError, ValueError):
     """The file holds no rows of an answer, or not those that were asked for."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RowFile:
     """The rows of one choice in a file.
 
@@ -54,6 +54,9 @@ class RowFile:
     logits: SlicedRows | None
     response: dict[str, Any]
     columns: dict[str, list[Any]]
+
+    def __repr__(self) -> str:
+        return f"<RowFile of {len(self.token_ids)} tokens, {shown(self.logits)}>"
 
     @property
     def text(self) -> str:
@@ -119,9 +122,22 @@ def _read(path: Path) -> "_Whole":
             return _read_parquet(path)
         if mark.startswith(STREAM_MARK):
             return _read_stream(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowFileError(f"{path} cannot be read: {error}") from error
     raise RowFileError(f"{path} is no Arrow stream, no Arrow file and no Parquet{_hint(path)}")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text: bool = (
+        pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)
+    )
+    return is_text
+
+
+def _is_row(kind: pa.DataType) -> bool:
+    has_width = pa.types.is_fixed_size_list(kind) and kind.list_size > 0
+    return has_width and kind.value_type in (pa.float16(), pa.float32())
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +156,20 @@ def _read_stream(path: Path) -> _Whole:
         reader = pa.ipc.open_stream(pa.memory_map(str(path)))
         for batch, custom_metadata in _with_metadata(reader):
             if ERROR_KEY in custom_metadata:
-                error = msgspec.json.decode(custom_metadata[ERROR_KEY]).get("error", {})
-                raise IncompleteStreamError(
-                    f"{path}: the server failed in the middle: {error.get('message')}"
-                )
+                said = api_error(None, custom_metadata[ERROR_KEY], {}, None)
+                raise IncompleteStreamError(f"{path}: the server failed in the middle: {said}")
             if END_KEY in custom_metadata:
-                end = msgspec.json.decode(custom_metadata[END_KEY])
+                end = _object(custom_metadata[END_KEY])
             batches.append(batch)
     except (OSError, pa.ArrowInvalid) as error:
         raise IncompleteStreamError(f"{path} breaks off in the middle of a message") from error
     num = sum(map(len, batches))
     if end is None:
         raise IncompleteStreamError(f"{path} breaks off after {num} rows: it has no end record")
-    if sum(end.get("rows", ())) != num:
-        raise IncompleteStreamError(f"{path} has {num} rows, but its end record says {end.get('rows')}")
-    return _whole(reader.schema, batches, end)
+    counts = end.get("rows")
+    if not isinstance(counts, list) or sum(each for each in counts if isinstance(each, int)) != num:
+        raise IncompleteStreamError(f"{path} has {num} rows, but its end record says {counts}")
+    return _whole(path, reader.schema, batches, end)
 
 
 def _with_metadata(reader: Any) -> Iterator[tuple[pa.RecordBatch, dict[bytes, bytes]]]:
@@ -170,9 +185,7 @@ def _read_arrow_file(path: Path) -> _Whole:
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     read = [reader.get_batch_with_custom_metadata(place) for place in range(reader.num_record_batches)]
     ends = [metadata[END_KEY] for _, metadata in read if metadata and END_KEY in metadata]
-    return _whole(
-        reader.schema, [batch for batch, _ in read], msgspec.json.decode(ends[-1]) if ends else None
-    )
+    return _whole(path, reader.schema, [batch for batch, _ in read], _object(ends[-1]) if ends else None)
 
 
 def _read_parquet(path: Path) -> _Whole:
@@ -180,6 +193,7 @@ def _read_parquet(path: Path) -> _Whole:
     schema = file.schema_arrow
     if TRACKER_KEY in (schema.metadata or {}):
         raise RowFileError(f"{path} holds the iterations of a loop; IterationTracker.load reads it")
+    _check(path, schema)
     small = [name for name in schema.names if name != "logits"]
     rows = RowGroups(file).rows(range(file.metadata.num_row_groups))
     return _Whole(file.read(columns=small).to_pydict(), rows, _response(schema))
@@ -212,10 +226,15 @@ class RowGroups:
         return _values(column, column.type.list_size)
 
 
-def _whole(schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, Any] | None) -> _Whole:
+def _whole(
+    path: Path, schema: pa.Schema, batches: Sequence[pa.RecordBatch], end: dict[str, Any] | None
+) -> _Whole:
+    _check(path, schema)
     small = [name for name in schema.names if name != "logits"]
     columns: dict[str, list[Any]] = {name: [] for name in small}
     for batch in batches:
+        # Unchecked offsets would be read wherever they point. The rows themselves are not read by this.
+        batch.validate(full=True)
         for name in small:
             columns[name] += batch[name].to_pylist()
     rows = None
@@ -240,8 +259,28 @@ def _values(column: Any, width: int) -> NDArray[Any]:
 
 
 def _response(schema: pa.Schema) -> dict[str, Any]:
-    response: dict[str, Any] = msgspec.json.decode((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
-    return response
+    return _object((schema.metadata or {}).get(RESPONSE_KEY, b"{}"))
+
+
+def _object(encoded: bytes) -> dict[str, Any]:
+    return msgspec.json.decode(encoded, type=dict[str, Any])
+
+
+_KINDS: dict[str, Callable[[pa.DataType], bool]] = {
+    "choice": pa.types.is_integer,
+    "token_id": pa.types.is_integer,
+    "token": _is_text,
+    "segment": _is_text,
+    "logprob": pa.types.is_floating,
+    "logits": _is_row,
+}
+"""What the columns must be that are used here."""
+
+
+def _check(path: Path, schema: pa.Schema) -> None:
+    for field in schema:
+        if field.name in _KINDS and not _KINDS[field.name](field.type):
+            raise RowFileError(f"{path} has a column {field.name} of {field.type}, unlike the wire's")
 
 
 def _pick(path: Path, whole: _Whole, choice: int | None) -> RowFile:
@@ -250,6 +289,9 @@ def _pick(path: Path, whole: _Whole, choice: int | None) -> RowFile:
     if "token_id" not in columns:
         raise RowFileError(f"{path} has no column token_id; it has {', '.join(columns) or 'none'}")
     num = len(columns["token_id"])
+    for name in _KINDS.keys() & columns.keys():
+        if None in columns[name]:
+            raise RowFileError(f"{path} has nulls in its column {name}")
     is_scoring = whole.response.get("object") == "logits"
     segments = columns.get("segment") or [""] * num
     choices = columns.get("choice") or [0] * num
@@ -286,5 +328,5 @@ def _hint(path: Path) -> str:
     if not begins:
         return "; it is empty"
     if begins.lstrip().startswith(b"{"):
-        return f"; it is JSON, perhaps a refusal: {begins.decode(errors='replace')}"
+        return f"; it is JSON, perhaps a refusal: {begins.decode(errors='replace')!r}"
     return ""

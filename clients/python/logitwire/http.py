@@ -192,7 +192,7 @@ class Body:
             return None
         if size > incoming.stop - incoming.start or (self._is_bounded and size > self._left):
             return None
-        self._left -= size
+        self._pass(size)
         return incoming.take(size)
 
     def here(self) -> tuple[memoryview, int, int]:
@@ -205,8 +205,13 @@ class Body:
 
     def skip(self, size: int) -> None:
         """Pass over bytes that are here."""
-        self._left -= size
+        self._pass(size)
         self._incoming.start += size
+
+    def _pass(self, size: int) -> None:
+        self._left -= size
+        if not self._left and self._is_bounded and not self._is_chunked:
+            self._is_over = True
 
     def fill(self, view: memoryview) -> Receiving[int]:
         """Fill a buffer; return how much came, which is less only at the end of the body.
@@ -224,13 +229,11 @@ class Body:
             wanted = min(size - at, self._left) if self._is_bounded else size - at
             got = yield from incoming.some(view[at : at + wanted])
             at += got
-            self._left -= got
+            self._pass(got)
             if not got:
                 if self._is_bounded:
                     raise BrokenAnswerError("the server closed the connection")
                 self._is_over = True
-            elif self._is_bounded and not self._left:
-                self._is_over = not self._is_chunked
         return at
 
     def read(self, limit: int) -> Receiving[bytes]:

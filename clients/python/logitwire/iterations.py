@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitwire.alignment import Alignment
-from logitwire.views import SlicedRows
+from logitwire.views import SlicedRows, shown
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Iteration:
     """One completion of the loop.
 
@@ -28,6 +28,9 @@ class Iteration:
     tokens: list[str]
     logits: SlicedRows | None
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<Iteration {self.text!r}, {len(self.token_ids)} tokens, {shown(self.logits)}>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

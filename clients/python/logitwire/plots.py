@@ -67,7 +67,11 @@ def plot_positions(
     """
     values = np.asarray(jsd, np.float64)
     places = np.arange(len(values)) if positions is None else np.asarray(positions, np.int64)
-    if len(places) != len(values) or (len(places) and places.max() >= len(tokens)):
+    if (
+        len(places) != len(values)
+        or (len(places) and not 0 <= places.min() <= places.max() < len(tokens))
+        or (segments is not None and len(segments) != len(tokens))
+    ):
         raise ValueError(f"{len(values)} values, {len(places)} positions, {len(tokens)} tokens do not match")
     figure = _figure(INCHES_PER_POSITION * len(tokens), 3.6)
     axes = figure.subplots()
@@ -175,7 +179,8 @@ def _shade(axes: Axes, num: int, places: NDArray[np.int64], segments: Sequence[s
     """Colour what is behind positions that were not compared, and behind segments other than content."""
     is_compared = set(places.tolist())
     kinds = [
-        (segments[place] if segments else "content") if place in is_compared else "" for place in range(num)
+        (segments[place] if segments is not None else "content") if place in is_compared else ""
+        for place in range(num)
     ]
     named: set[str] = set()
     for kind, run in groupby(range(num), key=kinds.__getitem__):
@@ -190,7 +195,8 @@ def _shade(axes: Axes, num: int, places: NDArray[np.int64], segments: Sequence[s
 
 def _label_tokens(axes: Axes, tokens: Sequence[str]) -> None:
     """Name the positions by their tokens; in a long sequence, some of them, with their numbers."""
-    step = next(each for each in LABEL_STEPS if each * MAX_LABELS >= len(tokens))
+    steps = (each for each in LABEL_STEPS if each * MAX_LABELS >= len(tokens))
+    step = next(steps, max(1, len(tokens)))
     ticks = range(0, len(tokens), step)
     texts = [label(tokens[place]) if step == 1 else f"{place}  {label(tokens[place])}" for place in ticks]
     axes.set_xticks(list(ticks), texts, rotation=90, fontsize=8, family=FAMILIES, parse_math=False)

@@ -1,7 +1,7 @@
 """What calls return: small objects, whose rows are the memory that was received into."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from logitwire.rows import Rows
+from logitwire.views import shown
 
 Columns = dict[str, list[Any]]
 """Columns of the wire by name, one value per row."""
@@ -126,7 +127,7 @@ class Generation:
 
     def __repr__(self) -> str:
         return (
-            f"<Generation {self.text!r}, {len(self.token_ids)} tokens, {_shown(self.logits)}, "
+            f"<Generation {self.text!r}, {len(self.token_ids)} tokens, {shown(self.logits)}, "
             f"finish_reason={self.finish_reason!r}>"
         )
 
@@ -179,15 +180,11 @@ class Score:
     _received: Received
 
     def __repr__(self) -> str:
-        return f"<Score of {len(self.token_ids)} tokens, {_shown(self.logits)}>"
+        return f"<Score of {len(self.token_ids)} tokens, {shown(self.logits)}>"
 
     def to_arrow(self) -> pa.Table:
         """Return the rows of this sequence with the wire's columns and metadata; ``logits`` is not copied."""
         return self._received.to_arrow()
-
-
-def _shown(rows: Rows | None) -> str:
-    return "no rows" if rows is None else f"rows {rows.shape} {rows.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +204,7 @@ class DivergenceStep:
     logprob_q: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Divergence:
     """How far two contexts' distributions of the same T tokens are apart, as the server computed it.
 
@@ -243,7 +240,10 @@ class Divergence:
     log_base: int | str
     mean: dict[str, float]
     usage: dict[str, Any]
-    response: dict[str, Any] = field(repr=False)
+    response: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"<Divergence of {len(self)} tokens, log_base={self.log_base!r}, mean={self.mean}>"
 
     def __len__(self) -> int:
         """Return T."""

@@ -1,6 +1,7 @@
 """Where rows go: each choice's into one growing array, or each row into memory of its own."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -81,6 +82,9 @@ class Kept(Places):
         """Return one array per run of rows of one choice."""
         if not all(each in self._numbers for each in choices):
             raise IncompleteStreamError(f"not all rows are of choices 0 to {len(self._of) - 1}")
+        # An array that grew between two runs of one batch would leave the first run behind.
+        for choice, num in Counter(choices).items():
+            self._of[choice].reserve(num)
         return [self._of[choice].next(len(list(run))) for choice, run in groupby(choices)]
 
     def one(self, choice: int) -> Rows:
@@ -104,13 +108,18 @@ class _Growing:
         self._array = np.empty((capacity, width), dtype)
         self._num = 0
 
-    def next(self, num: int) -> Rows:
-        """Return the memory of the next ``num`` rows."""
+    def reserve(self, num: int) -> None:
+        """Make room for ``num`` more rows; those that were given out must be filled."""
         end = self._num + num
         if end > len(self._array):
             larger = np.empty((max(2 * len(self._array), end), self._array.shape[1]), self._array.dtype)
             larger[: self._num] = self._array[: self._num]
             self._array = larger
+
+    def next(self, num: int) -> Rows:
+        """Return the memory of the next ``num`` rows."""
+        self.reserve(num)
+        end = self._num + num
         place = self._array[self._num : end]
         self._num = end
         return place

@@ -83,7 +83,7 @@ class Singles:
         """Return the small columns of a row."""
         try:
             return row.single.form.row(row.values)
-        except UnicodeDecodeError as error:
+        except ValueError as error:
             raise IncompleteStreamError("a batch of the stream cannot be read") from error
 
     def move_to(self, columns: dict[str, list[Any]]) -> None:
@@ -91,6 +91,6 @@ class Singles:
         try:
             for form, values in self._rows:
                 form.extend(columns, values)
-        except UnicodeDecodeError as error:
+        except ValueError as error:
             raise IncompleteStreamError("a batch of the stream cannot be read") from error
         self._rows.clear()

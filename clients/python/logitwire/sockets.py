@@ -25,7 +25,10 @@ class Idle:
         while True:
             with self._lock:
                 if self._pid != os.getpid():
-                    # A fork shares its parent's connections, and must not speak on them.
+                    # A fork shares its parent's connections, and must not speak on them. Closing its own
+                    # ends of them says nothing to the server.
+                    for connection in self._connections:
+                        connection.close()
                     self._connections, self._pid = [], os.getpid()
                 if not self._connections:
                     return None

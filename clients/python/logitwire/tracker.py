@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from logitwire import tracker_file
 from logitwire.alignment import align
 from logitwire.iterations import Comparison, Iteration
-from logitwire.metrics import Base
+from logitwire.metrics import Base, jsd
 from logitwire.views import RowsLike, as_rows
 
 Pairs: TypeAlias = Literal["same prefix", "all"]
@@ -74,12 +74,14 @@ class IterationTracker:
         """
         if not threshold > 0:
             raise ValueError(f"threshold must be above 0, not {threshold}")
-        if patience < 1:
+        if not isinstance(patience, int) or patience < 1:
             raise ValueError(f"patience must be 1 at least, not {patience}")
         if pairs not in ("same prefix", "all"):
             raise ValueError(f"pairs must be 'same prefix' or 'all', not {pairs!r}")
         if keep_rows not in ("last", "all"):
             raise ValueError(f"keep_rows must be 'last' or 'all', not {keep_rows!r}")
+        # Refuses a base or a temperature that makes no sense, before a loop has cost anything.
+        jsd([0.0], [0.0], base, temperature=temperature)
         self.threshold = threshold
         self.patience = patience
         self.pairs: Pairs = pairs
@@ -115,14 +117,14 @@ class IterationTracker:
             logits: (T, V), not copied; may be a memory map.
             tokens: T token texts, for plots.
             text: What the completion says; without it, the tokens joined.
-            metadata: Anything to be saved with it, as JSON.
+            metadata: Anything to be saved with it, as JSON; numpy's numbers and arrays become plain ones.
 
         Returns:
             The comparison; ``None`` for the first iteration.
 
         Raises:
-            ValueError: There is not one row per token, or the last iteration was saved without rows. The
-                tracker is then as before.
+            ValueError: There is not one row per token, or the rows are of another vocabulary, or the last
+                iteration was saved without rows. The tracker is then as before.
         """
         ids = [int(token_id) for token_id in token_ids]
         texts = [f"token_id:{token_id}" for token_id in ids] if tokens is None else list(tokens)
@@ -133,6 +135,8 @@ class IterationTracker:
         if len(texts) != len(ids) or (rows is not None and rows.shape[0] != len(ids)):
             num_rows = 0 if rows is None else rows.shape[0]
             raise ValueError(f"{len(ids)} token ids, {len(texts)} tokens and {num_rows} rows do not match")
+        if rows is not None:
+            self._check_width(rows.shape[1])
         said = "".join(texts) if text is None else text
         new = Iteration(said, ids, texts, rows, dict(metadata or {}))
         comparison = self._compare(self.iterations[-1], new) if self.iterations else None
@@ -192,6 +196,11 @@ class IterationTracker:
         tracker = cls(**options)
         tracker.iterations, tracker.comparisons = iterations, comparisons
         return tracker
+
+    def _check_width(self, width: int) -> None:
+        held = (each.logits.shape[1] for each in reversed(self.iterations) if each.logits is not None)
+        if (before := next(held, width)) != width:
+            raise ValueError(f"the rows have {before} and {width} columns: not of one vocabulary")
 
     def _compare(self, before: Iteration, new: Iteration) -> Comparison:
         alignment = align(before.token_ids, new.token_ids)

@@ -61,7 +61,7 @@ def write(
         dtype = np.result_type(*(each.dtype for each in held))
         fields.append(pa.field("logits", pa.list_(pa.from_numpy_dtype(dtype), held[0].shape[1])))
     try:
-        schema = pa.schema(fields, metadata={TRACKER_KEY: msgspec.json.encode(about)})
+        schema = pa.schema(fields, metadata={TRACKER_KEY: msgspec.json.encode(about, enc_hook=_plain)})
     except TypeError as error:
         raise ValueError(f"the metadata of an iteration cannot be saved as JSON: {error}") from error
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -75,6 +75,12 @@ def write(
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is nothing that JSON knows")
 
 
 def _batches(

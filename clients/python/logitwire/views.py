@@ -40,6 +40,11 @@ def as_rows(rows: RowsLike) -> SlicedRows:
     return sliced
 
 
+def shown(rows: SlicedRows | None) -> str:
+    """Return what a representation says of rows: never their values."""
+    return "no rows" if rows is None else f"rows {tuple(rows.shape)} {rows.dtype}"
+
+
 class _View:
     """What both kinds of view share: they look like an array of shape (T, V)."""
 

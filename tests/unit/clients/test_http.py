@@ -60,6 +60,19 @@ def test_a_stated_length_is_read_and_no_more(size: int) -> None:
     assert read(data + b"HTTP")[1:] == (bytes(size), False)
 
 
+def test_a_stated_length_that_was_taken_or_passed_over_is_the_end() -> None:
+    def reading() -> Generator[memoryview, int, tuple[bytes | None, bytes, bool]]:
+        incoming = Incoming()
+        body = Body(incoming, (yield from incoming.head()))
+        body.skip(2)
+        taken = body.take(3)
+        # Nothing is left to wait for.
+        return taken, (yield from body.read(1)), body.may_follow
+
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabcde"
+    assert fed(reading(), answer) == (b"cde", b"", True)
+
+
 def test_without_a_length_the_end_of_the_connection_is_the_end() -> None:
     assert read(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 9000)[1:] == (b"x" * 9000, False)
 

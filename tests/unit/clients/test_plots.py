@@ -122,6 +122,9 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         plot_positions([0.1], ["a"], tmp_path / "x.gif")
     with pytest.raises(ValueError, match="2 values, 2 positions, 1 tokens do not match"):
         plot_positions([0.1, 0.2], ["a"])
+    for options in ({"positions": [-1]}, {"positions": [2]}, {"segments": ["tool"]}):
+        with pytest.raises(ValueError, match="do not match"):
+            plot_positions([0.1], ["a", "b"], **options)  # type: ignore[arg-type]
 
 
 def test_without_matplotlib_the_command_says_what_to_install(

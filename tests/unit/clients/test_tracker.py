@@ -207,9 +207,43 @@ def test_what_does_not_fit_together_is_refused_and_changes_nothing() -> None:
         tracker.add_tokens([1], np.zeros((1, V + 1), np.float16))
     assert len(tracker.iterations) == 1
     assert tracker.iterations[0].logits is not None
-    for wrong in ({"threshold": 0}, {"patience": 0}, {"pairs": "some"}, {"keep_rows": "first"}):
+    wrong: Any
+    for wrong in (
+        {"threshold": 0},
+        {"patience": 0},
+        {"patience": 1.5},
+        {"pairs": "some"},
+        {"keep_rows": "first"},
+        {"base": 10},
+        {"temperature": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             IterationTracker(**wrong)
+
+
+def test_another_vocabulary_is_refused_behind_an_empty_iteration_too(tmp_path: Path) -> None:
+    tracker = IterationTracker(keep_rows="all")
+    add(tracker, [1, 2])
+    add(tracker, [])
+    with pytest.raises(ValueError, match="not of one vocabulary"):
+        tracker.add_tokens([1], np.zeros((1, V + 1), np.float16))
+    tracker.save(tmp_path / "x")
+    assert len(IterationTracker.load(tmp_path / "x").iterations) == 2
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    tracker = IterationTracker(threshold=np.float32(0.5))
+    add(tracker, [1], score=np.float32(0.25), counts=np.arange(3))
+    tracker.save(tmp_path / "x")
+    loaded = IterationTracker.load(tmp_path / "x")
+    assert loaded.threshold == 0.5
+    assert loaded.iterations[0].metadata == {"score": 0.25, "counts": [0, 1, 2]}
+
+
+def test_an_iteration_is_shown_without_its_tokens_and_rows() -> None:
+    tracker = IterationTracker()
+    tracker.add_tokens([1] * 900, rows(900, 0), text="hi")
+    assert repr(tracker.iterations[0]) == f"<Iteration 'hi', 900 tokens, rows (900, {V}) float16>"
 
 
 def test_other_files_are_no_trackers(tmp_path: Path) -> None:
