@@ -250,18 +250,13 @@ class Engine:
         Returns:
             Those that were there.
         """
-        found = []
-        for asked in request_ids:
-            own = [
-                name
-                for name in self._outboxes
-                if asked in (name, name.rpartition("-")[0]) and name not in self._whole_only
-            ]
-            for name in own:
+        asked = dict.fromkeys(request_ids)
+        found = set()
+        for name in self._outboxes.keys() - self._whole_only:
+            if own := asked.keys() & {name, name.rpartition("-")[0]}:
                 self._inbox.send(Abort(name))
-            if own and asked not in found:
-                found.append(asked)
-        return found
+                found |= own
+        return [each for each in asked if each in found]
 
     def _check(self, request: GenerationRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -278,6 +273,9 @@ class Engine:
             "contrast": () if request.contrast is None else request.contrast.token_ids,
             "logit_bias": (token_id for token_id, _ in request.sampling.logit_bias),
         }
+        for name in ("logit_token_ids", "logprob_token_ids"):
+            if len(getattr(request, name)) > vocab_size:
+                raise InvalidRequestError(f"there are only {vocab_size} different token ids", name)
         for name, ids in ids_by_name.items():
             if bad := [each for each in ids if not 0 <= each < vocab_size]:
                 raise InvalidRequestError(f"token id {bad[0]} is not in 0..{vocab_size - 1}", name)

@@ -2,7 +2,9 @@
 # Serves as `just serve` does, without just. `ops/serve.sh --help` says what can be set.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# The call may go through a link that lies elsewhere.
+self=$(readlink -f "${BASH_SOURCE[0]}" 2>/dev/null) || self=${BASH_SOURCE[0]}
+root=$(cd "$(dirname "$self")/.." && pwd)
 
 usage() {
   cat <<'TEXT'

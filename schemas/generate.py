@@ -172,7 +172,7 @@ class DerenderedMessage(WireResponse, frozen=True, kw_only=True):
 class AbortRequest(WireRequest, frozen=True, kw_only=True):
     """The body of ``POST /abort_requests``."""
 
-    request_ids: list[str]
+    request_ids: Annotated[list[str], Meta(max_length=10_000)]
 
 
 class AbortAnswer(WireResponse, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 from engine.engine import Engine
 from engine.loading import load
 from service import __version__
-from service.server import run
+from service.server import ignore_signals, run
 from service.settings import SettingsError, exposures, load_settings, near_misses, settings_table
 from service.telemetry import configure_logging
 from service.tuning import tune_process
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             f"logitwire: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr
         )
         return 1
+    ignore_signals()
     if engine.is_working:
         # A worker in the middle of a load or a step cannot be stopped, and Python would abort over it.
         logging.shutdown()

@@ -105,7 +105,8 @@ class Answer(ABC):
             else:
                 self._cut(scope)
         except Exception:
-            self._outcome = "failed"
+            is_taken = len(self._submitted) == len(self._requests)
+            self._outcome = "failed" if is_taken else "refused"
             raise
         finally:
             # Here and not in the writer, since a writer that never started would clean up nothing.

@@ -127,8 +127,10 @@ def decode(kind: type[T], body: bytes, *, ignore_unknown: bool, nested: Nested |
 
 def nested_path(body: bytes, nested: Nested, param: str | None) -> str | None:
     """Return a field's path as the body states it, which may be inside the nested object."""
+    if param is None:
+        return None
     inside = msgspec.json.decode(body).get(nested.name)
-    name = re.split(r"[.\[]", param or "")[0]
+    name = re.split(r"[.\[]", param)[0]
     return f"{nested.name}.{param}" if isinstance(inside, dict) and name in inside else param
 
 

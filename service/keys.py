@@ -6,6 +6,7 @@ A key is kept as its digest only, so that nothing that prints or logs settings c
 import hashlib
 import hmac
 import ipaddress
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,16 +21,20 @@ from service.telemetry import note
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/schema"})
 """What tells of the server, and of no request. All below ``/schema`` is open too."""
 
+_COMMENT = re.compile(r"(^|\s)#.*")
+
 
 class ApiKeys:
     """The keys that are let in; none at all lets everybody in.
 
     Attributes:
         digests: SHA-256 of each.
+        file: Whose keys are among them; empty if no file was read.
     """
 
-    def __init__(self, digests: tuple[bytes, ...] = ()) -> None:
-        self.digests = digests
+    def __init__(self, digests: Iterable[bytes] = (), file: str = "") -> None:
+        self.digests = tuple(dict.fromkeys(digests))
+        self.file = file
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> "ApiKeys":
@@ -43,7 +48,7 @@ class ApiKeys:
             raise ValueError("there is no key in it")
         if not all(key.isascii() and key.isprintable() and " " not in key for key in named):
             raise ValueError("a key may hold printable ASCII characters only, and no blank")
-        return cls(tuple(_digest(key.encode()) for key in named))
+        return cls(_digest(key.encode()) for key in named)
 
     def admits(self, token: bytes) -> bool:
         """Tell whether a token is one of the keys, in a time that says nothing about which or how nearly."""
@@ -63,16 +68,17 @@ def _digest(key: bytes) -> bytes:
 
 
 def read_keys(path: Path) -> ApiKeys:
-    """Return the keys of a file: one a line, and comments from ``#`` on.
+    """Return the keys of a file: one a line, and comments from a ``#`` on that no key runs into.
 
     Raises:
         ValueError: It cannot be read, or holds no key.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Editors on Windows begin a file with a mark that is no part of the first key.
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {type(error).__name__}") from None
-    return ApiKeys.of(line.partition("#")[0] for line in lines)
+    return ApiKeys.of(_COMMENT.sub("", line) for line in lines)
 
 
 def is_readable_by_all(path: Path) -> bool:

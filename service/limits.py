@@ -131,7 +131,15 @@ class LimitedProtocol(SteadyProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answer without the app, and close once the client has had time to read it."""
         self._is_refused = True
-        logger.info("connection refused", extra={"status": refusal.status, "reason": refusal.message})
+        request_id = new_request_id()
+        logger.info(
+            "connection refused",
+            extra={
+                "request_id": request_id.decode(),
+                "status": refusal.status,
+                "reason": refusal.message,
+            },
+        )
         if self._answering is not None and not self._answering.response_complete:
             if self._answering.response_started:
                 # Nothing can be said in the middle of another answer.
@@ -143,7 +151,7 @@ class LimitedProtocol(SteadyProtocol):
             *self.server_state.default_headers,
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", new_request_id()),
+            (b"x-request-id", request_id),
             (b"connection", b"close"),
         ]
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)

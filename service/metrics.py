@@ -44,11 +44,11 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "logitwire:answers",
-            "Answers of the routes that run the model, by outcome",
+            "Answers of the routes that run the model, by outcome; `refused` is what the engine did not take",
             ["outcome"],
             registry=registry,
         )
-        for outcome in ("answered", "failed", "client_left", "stalled"):
+        for outcome in ("answered", "failed", "refused", "client_left", "stalled"):
             self._outcomes.labels(outcome)
         self._requests = Counter(
             "logitwire:http_requests", "HTTP requests", ["route", "status"], registry=registry

@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 from litestar.types import ASGIApp
+from uvicorn.server import HANDLED_SIGNALS
 
 from engine.engine import Engine
 from engine.errors import LoadError
@@ -44,6 +48,7 @@ class DrainingServer(uvicorn.Server):
         self._listening = asyncio.Event()
         self._hurry = asyncio.Event()
         self._signalled_at = -ECHO_S
+        self._has_ended = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; returns after the drain."""
@@ -61,13 +66,31 @@ class DrainingServer(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals from here on, and behind the end too.
+
+        uvicorn would restore the defaults there, and an echo would end the process with another exit code.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for each in HANDLED_SIGNALS:
+                signal.signal(each, self.handle_exit)
+        yield
+        self._has_ended = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the drain at the first signal, end it at the second, and stop without a word at the third."""
         # uvicorn would raise the signal again at its end, and the exit code would not be 0.
         assert self._loop is not None
         now = time.monotonic()
-        if now - self._signalled_at >= ECHO_S:
-            self._signalled_at = now
+        if now - self._signalled_at < ECHO_S:
+            return
+        self._signalled_at = now
+        if self._has_ended:
+            # Whoever still waits for threads has had enough.
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        else:
             self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
@@ -91,6 +114,12 @@ class DrainingServer(uvicorn.Server):
         # What is left fails here, and its answers say so before the connections close.
         await self._engine.stop()
         self.should_exit = True
+
+
+def ignore_signals() -> None:
+    """Let the process end with its exit code, now that nothing is left to wait for."""
+    for each in HANDLED_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 def build_server(settings: Settings, engine: Engine, wrap: Wrap | None = None) -> DrainingServer:

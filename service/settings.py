@@ -211,7 +211,7 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
         parse_origins(settings.cors_origins)
     except ValueError as error:
         raise SettingsError(f"CORS_ORIGINS: {error}") from None
-    keys_of(settings)
+    settings = msgspec.structs.replace(settings, api_keys=keys_of(settings))
     parser = settings.reasoning_parser
     if parser not in ("auto", "off") and (parser.count(",") != 1 or not all(parser.split(","))):
         raise SettingsError(f"REASONING_PARSER={parser!r}: expected auto, off or two markers with a comma")
@@ -232,16 +232,18 @@ def _to_own(kind: type, value: object) -> object:
 def keys_of(settings: Settings) -> ApiKeys:
     """Return all keys, those of the file included; none lets everybody in.
 
+    The file is read once for settings that were loaded: it may be a pipe, which gives its keys only once.
+
     Raises:
         SettingsError: There is no such file, or no key in it.
     """
-    if not settings.api_keys_file:
+    if settings.api_keys.file == settings.api_keys_file:
         return settings.api_keys
     try:
         more = read_keys(Path(settings.api_keys_file))
     except ValueError as error:
         raise SettingsError(f"API_KEYS_FILE={settings.api_keys_file!r}: {error}") from None
-    return ApiKeys(settings.api_keys.digests + more.digests)
+    return ApiKeys(settings.api_keys.digests + more.digests, settings.api_keys_file)
 
 
 def exposures(settings: Settings) -> list[str]:

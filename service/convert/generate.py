@@ -476,7 +476,10 @@ def derender(request: DerenderRequest, tokenizer: Tokenizer, info: ModelInfo) ->
 
     Raises:
         ProblemsError: The context cannot be used, or an id is not in the vocabulary.
+        ContextLengthError: No answer of the model has so many tokens.
     """
+    if len(request.token_ids) > info.max_model_len:
+        raise ContextLengthError(len(request.token_ids), None, info.max_model_len)
     if problems := _id_problems("token_ids", request.token_ids, info):
         raise ProblemsError(problems)
     context = request.parse_context or ParseContext()

@@ -220,6 +220,9 @@ def _columns(
 def _ids(values: Any, path: str, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise ProblemsError([Problem("invalid_value", "expected a list of token ids", path)])
+    if len(values) > vocab_size:
+        message = f"there are only {vocab_size} different token ids"
+        raise ProblemsError([Problem("invalid_value", message, path)])
     for place, each in enumerate(values):
         if type(each) is not int or not 0 <= each < vocab_size:
             message = f"expected a token id in 0..{vocab_size - 1}"

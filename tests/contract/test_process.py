@@ -89,6 +89,13 @@ def test_a_process_that_is_told_to_stop_finishes_all_that_it_took_and_takes_noth
     assert server.wait() == 0
 
 
+def test_an_echo_of_the_signal_does_not_change_the_exit_code(start: Start) -> None:
+    server = start()
+    server.send_signal(signal.SIGTERM)
+    eventually(lambda: "Finished server process" in server.log_path.read_text())
+    assert server.stop(signal.SIGTERM) == 0
+
+
 def test_what_outlasts_the_drain_fails_in_each_form(serve: Serve) -> None:
     server = serve(max_batch_size=4, drain_timeout=0.1)
     pool, asked = under_load(server.url, mixed(32, max_tokens=3500))

@@ -471,6 +471,20 @@ def test_candidates_of_an_aborted_request_are_those_that_came(serve: Serve) -> N
     assert scores.shape == (3, 2)
 
 
+def test_more_ids_to_abort_than_there_can_be_are_refused(scripted: ServerThread) -> None:
+    many = [str(each) for each in range(10_000)]
+    assert scripted.request("POST", "/abort_requests", {"request_ids": many}).json == {"aborted": []}
+    reply = scripted.request("POST", "/abort_requests", {"request_ids": [*many, "x"]})
+    assert (reply.status, reply.error["param"]) == (422, "request_ids")
+
+
+def test_ids_beyond_any_answer_are_not_derendered(scripted: ServerThread) -> None:
+    path, limit = "/v1/chat/completions/derender", scripted.engine.info.max_model_len
+    assert scripted.request("POST", path, {"token_ids": [72] * limit}).status == 200
+    reply = scripted.request("POST", path, {"token_ids": [72] * (limit + 1)})
+    assert (reply.status, reply.error["code"]) == (413, "context_length_exceeded")
+
+
 def test_rows_of_given_tokens_are_whole_or_nothing(serve: Serve) -> None:
     server = serve(outbox_bytes=10_000)
     connection = server.connect()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,36 @@ def test_keys_come_from_the_list_and_from_the_file(tmp_path: Path) -> None:
     keys = keys_of(settings)
     assert all(keys.admits(key) for key in (b"sk-a", b"sk-b", b"sk-c", b"sk-d"))
     assert not any(keys.admits(key) for key in (b"", b"sk-e", b"Ada", b"# ours"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (b"\xef\xbb\xbfsk-a\r\n", b"sk-a"),
+        (b"sk-a#1\n", b"sk-a#1"),
+        (b"sk-a\t# Ada\n", b"sk-a"),
+        (b"\t#sk-b\nsk-a\nsk-a\n", b"sk-a"),
+    ],
+)
+def test_a_line_of_the_file_is_a_whole_key_however_it_was_written(
+    tmp_path: Path, text: bytes, key: bytes
+) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(text)
+    keys = keys_of(load_settings({"API_KEYS_FILE": str(path)}))
+    assert str(keys) == "1 key"
+    assert keys.admits(key)
+
+
+def test_keys_may_come_through_a_pipe_which_can_be_read_only_once() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"sk-a\n")
+    os.close(writer)
+    settings = load_settings({"API_KEYS": "sk-b", "API_KEYS_FILE": f"/dev/fd/{reader}"})
+    os.close(reader)
+    assert keys_of(settings).admits(b"sk-a")
+    assert keys_of(settings).admits(b"sk-b")
+    create_app(settings, Engine(settings.engine_config(), load))
 
 
 def test_settings_never_show_a_key() -> None:

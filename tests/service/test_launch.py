@@ -129,6 +129,17 @@ def test_a_check_looks_at_what_would_be_served(environ: dict[str, str], tmp_path
     )
 
 
+def test_a_link_to_the_launcher_serves_the_clone_that_it_leads_to(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    link = tmp_path / "a link"
+    link.symlink_to(SERVE)
+    python = program(tmp_path / "python", '#!/bin/sh\necho "$PYTHONPATH"\n')
+    kept = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.check_output([link], env={**kept, "PYTHON": python}, text=True)
+    assert printed == f"{ROOT}\n"
+
+
 def test_the_exit_code_is_the_servers_own(environ: dict[str, str], tmp_path: Path) -> None:
     python = program(tmp_path / "python", SEES)
     assert launch(environ, PYTHON=python, CODE="3").returncode == 3

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -90,6 +91,17 @@ def test_what_is_no_http_gets_the_envelope(scripted: ServerThread, sent: bytes) 
     status, error = ask(scripted, sent)
     assert (status, error["code"]) == (400, "malformed_request")
     assert scripted.request("GET", "/health").status == 200
+
+
+def test_the_log_has_the_id_of_a_refusal_below_the_app(
+    scripted: ServerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with connect(scripted) as connection:
+        send(connection, b"nonsense\r\n\r\n")
+        answer = received(connection)
+    (named,) = re.findall(rb"x-request-id: (\w+)", answer)
+    assert [each for each in caplog.records if getattr(each, "request_id", "") == named.decode()]
 
 
 def test_a_chunked_body_over_the_limit_is_refused_before_it_ends(serve: Serve) -> None:

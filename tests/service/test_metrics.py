@@ -193,6 +193,14 @@ def test_an_answer_that_fails(serve: Serve, place: int, fields: dict[str, Any]) 
     assert value(server, "vllm:e2e_request_latency_seconds_count") == 0
 
 
+def test_a_request_that_cannot_be_run_is_no_failure(scripted: ServerThread) -> None:
+    before = outcomes(scripted)
+    reply = scripted.chat(logit_token_ids=[10**6])
+    assert reply.status == 422
+    eventually(lambda: outcomes(scripted).get("refused", 0) == before.get("refused", 0) + 1)
+    assert outcomes(scripted).get("failed") == before.get("failed")
+
+
 def test_a_client_that_leaves(serve: Serve) -> None:
     gate = Gate()
     server = serve(hooked_load(gate, max_model_len=10**9))
@@ -244,7 +252,7 @@ def test_a_full_queue(serve: Serve) -> None:
     for thread, _ in calls:
         thread.join()
     assert ends(server) == {"stop": 2}
-    eventually(lambda: outcomes(server) == {"answered": 2, "failed": 1})
+    eventually(lambda: outcomes(server) == {"answered": 2, "refused": 1})
     eventually(lambda: value(server, "vllm:num_requests_running") == 0)
     assert value(server, "vllm:num_requests_waiting") == 0
 

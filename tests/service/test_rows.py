@@ -309,6 +309,12 @@ def test_columns_that_the_model_does_not_have_are_refused(scripted: ServerThread
     assert (reply.status, reply.error["param"]) == (422, "logit_token_ids")
 
 
+def test_more_columns_than_the_model_has_are_refused(scripted: ServerThread) -> None:
+    assert scripted.chat(logit_token_ids=[1] * 512, max_tokens=1).status == 200
+    reply = scripted.chat(logit_token_ids=[1] * 513, max_tokens=1)
+    assert (reply.status, reply.error["param"]) == (422, "logit_token_ids")
+
+
 # Rows of the prompt.
 
 

@@ -227,6 +227,18 @@ def test_compressed_rows_are_the_same(server: ServerThread, compression: str) ->
             "logit_token_ids[1]",
         ),
         (
+            {"sequences": [{"text": "ab"}], "logit_token_ids": [1] * 301},
+            422,
+            "invalid_value",
+            "logit_token_ids",
+        ),
+        (
+            {"sequences": [{"text": "ab"}], "logit_token_ids": [[[1] * 301]]},
+            422,
+            "invalid_value",
+            "logit_token_ids[0][0]",
+        ),
+        (
             {"sequences": [{"text": "ab"}], "logit_token_ids": [[[1]], [[2]]]},
             422,
             "invalid_value",
