@@ -20,7 +20,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, StalledReaderError
 from engine.outbox import Event, Outbox
 from engine.types import GenerationRequest
 from schemas.arrow import MEDIA_TYPE
@@ -76,6 +76,7 @@ class Answer(ABC):
         self._error_code: ErrorCode | None = None
         self._submitted: list[str] = []
         self._sending_since: float | None = None
+        self._is_stalled = False
         self._choices = list(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,9 +101,9 @@ class Answer(ABC):
                 )
             if writing.done():
                 writing.result()
-            elif leaving.done():
+            if leaving.done() and not writing.done():
                 self._outcome = "client_left"
-            else:
+            elif self._is_stalled or not writing.done():
                 self._cut(scope)
         except Exception:
             is_taken = len(self._submitted) == len(self._requests)
@@ -130,6 +131,8 @@ class Answer(ABC):
     def _fail(self, error: EngineError) -> None:
         """Keep that the answer failed behind its head."""
         self._outcome = "failed"
+        # The engine may notice first; what was written fits the kernel then, which would keep it for ever.
+        self._is_stalled = isinstance(error, StalledReaderError)
         self._error_code = describe(error)[2].error.code
         logger.warning("stream failed", extra={"id": self._plan.id, "error_code": self._error_code})
 

@@ -1,5 +1,6 @@
 """Loading, leaving, stalling, stopping: what happens around requests."""
 
+import asyncio
 import http.client
 import json
 import logging
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from service.answers import Answer
 from service.server import announce
 from tests.conftest import Serve
 from tests.fakes import hooked_load
@@ -207,6 +209,22 @@ def test_a_reader_that_stalls_is_cut_and_others_go_on(serve: Serve) -> None:
     assert not drain(connection).endswith(b"0\r\n\r\n")
     connection.close()
     assert server.chat().status == 200
+
+
+def test_a_reader_that_goes_on_after_the_engine_gave_it_up_is_cut_too(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never(_: Answer) -> None:
+        await asyncio.Event().wait()
+
+    # The engine and the answer watch the reader, each on its own; here the engine is first.
+    monkeypatch.setattr(Answer, "_stalled", never)
+    vocab_size = 100_000
+    server = serve(hooked_load(vocab_size=vocab_size), outbox_bytes=4 * vocab_size, stall_timeout=0.3)
+    connection = send_raw(server, ARROW, ignore_eos=True, max_tokens=4000)
+    eventually(lambda: "sequence failed" in caplog.messages)
+    assert not drain(connection).endswith(b"0\r\n\r\n")
+    connection.close()
 
 
 @pytest.mark.parametrize("accept", ["application/json", ARROW])
