@@ -4,6 +4,8 @@ Sequences join and leave without a copy of the others, and a forward pass over r
 the storage. What a row may look at is said by a mask (:func:`attention_masks`), not by padding.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +93,20 @@ class SlotCache(Cache):  # type: ignore[misc]
         tensors = [each for pair in self._storage.values() for each in pair]
         return sum(each[0, :, 0].numel() * each.element_size() for each in tensors)
 
-    def resize(self, num_slots: int, capacity: int) -> None:
-        """Change the size; what fits is kept."""
-        kept_slots, kept = min(num_slots, self.num_slots), min(capacity, self.capacity)
+    def resize(self, num_slots: int, capacity: int, lengths: Sequence[int]) -> None:
+        """Change the size; what fits is kept.
+
+        Args:
+            num_slots: Afterwards.
+            capacity: Afterwards.
+            lengths: Tokens that each slot holds. No others are touched, so memory is taken by tokens only.
+        """
+        kept = [min(capacity, length) for length in lengths[:num_slots]]
         for pair in self._storage.values():
             for place, old in enumerate(pair):
                 new = self._empty(old, num_slots, capacity)
-                new[:kept_slots, :, :kept] = old[:kept_slots, :, :kept]
+                for slot, length in enumerate(kept):
+                    new[slot, :, :length] = old[slot, :, :length]
                 pair[place] = new
         self.num_slots, self.capacity = num_slots, capacity
 
@@ -121,8 +130,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._rows = {}
 
     def _empty(self, like: Tensor, num_slots: int, capacity: int) -> Tensor:
+        shape = (num_slots, like.shape[1], capacity, like.shape[3])
         # Zeros, since a masked NaN is still a NaN in a weighted sum.
-        return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+        if like.device.type != "cpu" or 0 in shape:
+            return like.new_zeros(shape)
+        # Pages of its own, which are given back when it has been replaced by a larger one. On the heap each
+        # size would leave a hole that the next one does not fit. The kernel's pages are zeros.
+        size = math.prod(shape) * like.element_size()
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
     def _write(self, storage: Tensor, new: Tensor) -> Tensor:
         """Write (n, H, T, D) into the rows' places; return (n, H, width, D)."""

@@ -309,7 +309,7 @@ class SlotRunner:
         return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.max_tokens)
 
     def _resize(self, num_slots: int, capacity: int) -> None:
-        self._cache.resize(num_slots, capacity)
+        self._cache.resize(num_slots, capacity, [len(slot.token_ids) for slot in self._slots])
         del self._slots[num_slots:]
         self._slots += [Slot() for _ in range(num_slots - len(self._slots))]
 

@@ -193,7 +193,7 @@ def announce(address: str, model: str, *, needs_key: bool) -> None:
     """Print where the server is, and one line that shows it at work."""
     # Nobody can call all interfaces; from here, the server is on this one.
     reachable = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    key = """-H "authorization: Bearer $API_KEY" """ if needs_key else ""
+    key = """-H "authorization: Bearer $LOGITWIRE_API_KEY" """ if needs_key else ""
     print(
         f"\nlogitwire serves {model} at {address}\n\nTry it:\n\n"
         f"curl -s {reachable}/v1/chat/completions {key}-H 'content-type: application/json' -d "
