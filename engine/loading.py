@@ -93,7 +93,14 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
     return model, SCRIPTED_NAME, {"": "cpu"}, SamplingParams()
 
 
+def is_missing_folder(model_name: str) -> bool:
+    """Tell whether a name can only be that of a folder, and there is none; hubs have no such names."""
+    return model_name.startswith(("/", ".", "~")) and not Path(model_name).is_dir()
+
+
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
+    if is_missing_folder(config.model_name):
+        raise LoadError(f"MODEL_NAME={config.model_name}: there is no such folder")
     path = config.model_name or str(embedded_checkpoint(config.cache_dir))
     logger.info("loading the model", extra={"model": config.model_name or EMBEDDED_NAME, "path": path})
     if asked := gpus_out_of_reach(os.environ):

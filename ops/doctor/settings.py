@@ -47,7 +47,7 @@ def check_model(environ: Mapping[str, str]) -> Iterator[Line]:
     """Check that the model is here, or where it will come from."""
     import importlib.metadata
 
-    from engine.loading import EMBEDDED_PACKAGE, SCRIPTED_NAME
+    from engine.loading import EMBEDDED_PACKAGE, SCRIPTED_NAME, is_missing_folder
 
     name = _settings(environ).model_name
     if name == SCRIPTED_NAME:
@@ -61,6 +61,8 @@ def check_model(environ: Mapping[str, str]) -> Iterator[Line]:
         except importlib.metadata.PackageNotFoundError as error:
             remedy = "%s, or set MODEL_NAME" % SET_UP
             yield Line(FAIL, "model", "no MODEL_NAME, and %s is not installed" % error.name, remedy)
+    elif is_missing_folder(name):
+        yield Line(FAIL, "model", "there is no folder %s" % name, "correct MODEL_NAME")
     elif Path(name).is_dir():
         if (Path(name) / "config.json").is_file():
             yield Line(OK, "model", name)

@@ -71,6 +71,8 @@ def test_the_kv_budget_shortens_the_context_unless_one_was_asked_for(tmp_path: P
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=str(tmp_path)):
         load(EngineConfig(model_name=str(tmp_path)))
+    with pytest.raises(LoadError, match="there is no such folder"):
+        load(EngineConfig(model_name=str(tmp_path / "nothing")))
 
 
 def enormous(folder: Path) -> str:

@@ -101,6 +101,12 @@ def test_a_folder_that_is_no_checkpoint_fails(tmp_path: Path) -> None:
     assert one(settings.check_model, MODEL_NAME=str(tmp_path)).status == OK
 
 
+def test_a_folder_that_is_not_there_is_no_fault_of_the_installation(tmp_path: Path) -> None:
+    line = one(settings.check_model, MODEL_NAME=str(tmp_path / "nothing"))
+    assert (line.status, line.remedy) == (FAIL, "correct MODEL_NAME")
+    assert one(settings.check_memory, MODEL_NAME=str(tmp_path / "nothing")).status == WARN
+
+
 def test_a_model_that_cannot_fit_fails_with_the_servers_own_words(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=65536, intermediate_size=262144, num_hidden_layers=90).save_pretrained(tmp_path)
     line = one(settings.check_memory, MODEL_NAME=str(tmp_path), DTYPE="bfloat16", QUANTIZATION="")
