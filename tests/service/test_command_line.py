@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import logitwire
 from logitwire import Client, IterationTracker, read_rows
 from logitwire.cli import main
 from tests.conftest import Serve
 from tests.fakes import hooked_load
-from tests.serving import DEADLINE_S, ServerThread
+from tests.serving import DEADLINE_S, ServerThread, eventually
 
+PACKAGE = str(Path(logitwire.__file__).parents[1])
 SCRIPT = "Hello from the scripted model."
 
 Run = Callable[..., tuple[int, str, str]]
@@ -200,6 +202,26 @@ def test_an_answer_that_breaks_off_leaves_no_file(serve: Serve, run: Run, tmp_pa
     code, _, said = run("rows", "hi", "-o", tmp_path / "rows.arrow", url=server.url)
     assert code == 1
     assert said.startswith("logitwire rows: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_rows_that_are_stopped_leave_no_file(serve: Serve, tmp_path: Path, number: int, code: int) -> None:
+    reached, opened = threading.Event(), threading.Event()
+
+    def hook(place: int, row: Any) -> None:
+        if place == 3:
+            reached.set()
+            assert opened.wait(DEADLINE_S)
+
+    server = serve(hooked_load(hook))
+    command = ["-m", "logitwire", "rows", "--base-url", server.url, "hi", "-o", str(tmp_path / "rows.arrow")]
+    process = subprocess.Popen([sys.executable, *command], env={**os.environ, "PYTHONPATH": PACKAGE})
+    assert reached.wait(DEADLINE_S)
+    eventually(lambda: list(tmp_path.iterdir()) != [])
+    process.send_signal(number)
+    assert process.wait(DEADLINE_S) == code
+    opened.set()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,16 +2,19 @@
 
 Each subcommand is a module with ``add_parser(subparsers)``, which sets ``run`` as its parser's default, and
 ``run(args)``, which returns the exit code. Exit codes: 0 done; 1 the server or the connection failed; 2 bad
-arguments or bad input, which a request that the server refuses is too; 130 interrupted.
+arguments or bad input, which a request that the server refuses is too; 130 interrupted; 143 told to end.
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TypeAlias
+from types import FrameType
+from typing import NoReturn, TypeAlias
 
 from logitwire.cli import capture, chat, jsd, loop, rows
 from logitwire.errors import BadRequestError, LogitwireError
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        code: int = args.run(args)
+        with _leaving_by_sigterm():
+            code: int = args.run(args)
         # What is still buffered must meet a closed pipe here, not at exit.
         sys.stdout.flush()
     except BrokenPipeError:
@@ -49,6 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LogitwireError as error:
         return _fail(args.command, error, 1)
     return code
+
+
+@contextmanager
+def _leaving_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind what runs, so that no unfinished file stays behind."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(command: str, error: Exception, code: int) -> int:
