@@ -40,6 +40,9 @@ SCRIPTED_NAME = "scripted"
 SCRIPTED_VOCAB_SIZE = 512
 SCRIPTED_MODEL_LEN = 4096
 
+PATH_MARKS = ("/", ".", "~")
+"""How paths begin, and no name of a hub."""
+
 CPU_KV_BYTES = 4 * 2**30
 """On the CPU at most, where the memory is everybody's."""
 
@@ -94,8 +97,15 @@ def _scripted(config: EngineConfig) -> tuple[Model, str, dict[str, str], Samplin
 
 
 def is_missing_folder(model_name: str) -> bool:
-    """Tell whether a name can only be that of a folder, and there is none; hubs have no such names."""
-    return model_name.startswith(("/", ".", "~")) and not Path(model_name).is_dir()
+    """Tell whether a name can only be that of a folder, and there is none."""
+    return model_name.startswith(PATH_MARKS) and not Path(model_name).is_dir()
+
+
+def _public_name(model_name: str) -> str:
+    """Return a model's name for the API: no answer holds a path of this machine."""
+    if model_name.startswith(PATH_MARKS):
+        return Path(model_name).resolve().name
+    return model_name or EMBEDDED_NAME
 
 
 def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingParams]:
@@ -128,7 +138,7 @@ def _real(config: EngineConfig) -> tuple[Model, str, dict[str, str], SamplingPar
         logger.warning("the model will be slow", extra={"reason": "some layers are copied for each step"})
     return (
         model_of(model, tokenizer, config),
-        config.model_name or EMBEDDED_NAME,
+        _public_name(config.model_name),
         {str(module): str(device) for module, device in device_map.items()},
         own_sampling(model.generation_config),
     )

@@ -28,7 +28,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="Checkpoint name or folder; empty is the embedded SmolLM2, `scripted` a fake one"),
     ] = EngineConfig.model_name
-    served_model_name: Annotated[str, Meta(description="Name in the API; empty takes the checkpoint's")] = ""
+    served_model_name: Annotated[
+        str, Meta(description="Name in the API; empty takes the checkpoint's, or its folder's")
+    ] = ""
     host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(description="Port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
     dtype: Annotated[

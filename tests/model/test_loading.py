@@ -42,7 +42,12 @@ def test_a_checkpoint_is_loaded_on_the_path_that_suits_it(
 ) -> None:
     name = checkpoint(tmp_path, architecture)
     model, info = load(EngineConfig(model_name=name))
-    assert (info.name, info.path, info.vocab_size, info.tokenizer_vocab_size) == (name, path, 320, 261)
+    assert (info.name, info.path, info.vocab_size, info.tokenizer_vocab_size) == (
+        tmp_path.name,
+        path,
+        320,
+        261,
+    )
     assert (info.dtype, info.max_model_len, info.device_map) == ("float32", 512, {"": "cpu"})
     assert model.tokenizer.render_chat([{"role": "user", "content": "x"}])
 
