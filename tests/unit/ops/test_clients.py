@@ -26,13 +26,22 @@ def server_that_sends(answer: bytes) -> Iterator[str]:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(65536)
+                # All of it: a connection that closes with unread bytes is reset, and its answer may be lost.
+                head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                while len(body) < length:
+                    body += connection.recv(65536)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()
 
 
 def ok(body: bytes, *, is_cut: bool = False) -> bytes:
