@@ -1,14 +1,17 @@
 """One server that clients talk to, and a wall around this machine."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from service.settings import Settings
+from tests.clients import TALKERS, Talker
 from tests.replies import replying_load
 from tests.serving import ServerThread
+
+Talk = Callable[..., Talker]
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +46,17 @@ def only_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(socket.socket, "connect", checked_connect)
     yield
     assert not tried
+
+
+@pytest.fixture(params=TALKERS)
+def talk(request: pytest.FixtureRequest) -> Iterator[Talk]:
+    """Make clients of either kind; they are closed at the end."""
+    talkers: list[Talker] = []
+
+    def make(url: str, **options: Any) -> Talker:
+        talkers.append(TALKERS[request.param](url, **options))
+        return talkers[-1]
+
+    yield make
+    for talker in talkers:
+        talker.close()

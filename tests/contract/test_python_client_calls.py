@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,28 +17,12 @@ import torch
 from logitwire import AsyncClient, Client, Generation, Row, Score
 from tests.clients import MESSAGES, TALKERS, Talker
 from tests.conftest import Serve
+from tests.contract.conftest import Talk
 from tests.fakes import hooked_load
 from tests.serving import ServerThread, eventually
 
 SCRIPT = "Hello from the scripted model."
 NUM = len(SCRIPT) + 1
-
-Talk = Callable[..., Talker]
-
-
-@pytest.fixture(params=TALKERS)
-def talk(request: pytest.FixtureRequest) -> Iterator[Talk]:
-    """Make clients of either kind; they are closed at the end."""
-    talkers: list[Talker] = []
-
-    def make(url: str, **options: Any) -> Talker:
-        talkers.append(TALKERS[request.param](url, **options))
-        return talkers[-1]
-
-    yield make
-    for talker in talkers:
-        talker.close()
-
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "chat": ((MESSAGES,), {"temperature": 0, "return_prompt_logits": True}),

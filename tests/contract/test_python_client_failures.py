@@ -4,7 +4,6 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,28 +24,13 @@ from logitwire.exchange import Exchange
 from logitwire.sockets import Idle
 from ops.bench.client_server import recorded_answer as replayed_answer
 from ops.bench.transport_server import ROW_BYTES
-from tests.clients import MESSAGES, TALKERS, AsyncTalker, Reply, Talker, fake_server, recorded_answer, refusal
+from tests.clients import MESSAGES, AsyncTalker, Reply, Talker, fake_server, recorded_answer, refusal
+from tests.contract.conftest import Talk
 from tests.serving import ServerThread, eventually
 
 ARROW = "application/vnd.apache.arrow.stream"
 
 BODY = b'{"messages": [{"role": "user", "content": "Say hi."}], "temperature": 0, "max_tokens": 2}'
-
-Talk = Callable[..., Talker]
-
-
-@pytest.fixture(params=TALKERS)
-def talk(request: pytest.FixtureRequest) -> Iterator[Talk]:
-    """Make clients of either kind; they are closed at the end."""
-    talkers: list[Talker] = []
-
-    def make(url: str, **options: Any) -> Talker:
-        talkers.append(TALKERS[request.param](url, **options))
-        return talkers[-1]
-
-    yield make
-    for talker in talkers:
-        talker.close()
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,6 @@ def test_the_cache_leaves_a_small_machine_a_fifth_of_its_memory(
     assert load(config)[1].max_model_len == 80
 
 
-HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
-
-
-@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="the extra `quant` is not installed")
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_a_quantized_model_runs_batched_and_quietly(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -153,8 +149,15 @@ def test_a_quantized_model_runs_batched_and_quietly(
     assert "MatMul" not in caplog.text
 
 
-@pytest.mark.skipif(HAS_BITSANDBYTES, reason="the extra `quant` is installed")
-def test_quantization_without_bitsandbytes_says_how_to_install_it(tmp_path: Path) -> None:
+def test_quantization_without_bitsandbytes_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
+    )
     with pytest.raises(LoadError, match="QUANTIZATION=4bit needs bitsandbytes.*pip install"):
         load(EngineConfig(model_name=checkpoint(tmp_path, "llama"), quantization="4bit"))
 

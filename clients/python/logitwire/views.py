@@ -1,5 +1,6 @@
 """Rows that are not one array: in pieces, or picked from others. Nothing is copied until it is asked for."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -45,7 +46,7 @@ def shown(rows: SlicedRows | None) -> str:
     return "no rows" if rows is None else f"rows {tuple(rows.shape)} {rows.dtype}"
 
 
-class _View:
+class _View(ABC):
     """What both kinds of view share: they look like an array of shape (T, V)."""
 
     ndim = 2
@@ -69,8 +70,9 @@ class _View:
             raise ValueError("these rows are in pieces; one array of them is a copy")
         return np.asarray(self[:], dtype)
 
+    @abstractmethod
     def _take(self, places: Sequence[int]) -> NDArray[Any]:
-        raise NotImplementedError
+        """Return rows by their numbers, (k, V)."""
 
 
 class ChunkedRows(_View):
